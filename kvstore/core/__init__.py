@@ -1,0 +1,1 @@
+"""Words everybody uses: identity, blocks, plans, time, errors, configuration."""

@@ -1,0 +1,38 @@
+"""`Space`: one KVSpec of one tenant, as the owner thread keeps it."""
+
+from __future__ import annotations
+
+from kvstore.core.block import slot_bytes
+from kvstore.core.spec import KVSpec, space_id
+
+
+class Space:
+    """A space's identity and what changes about it: its epoch.
+
+    `block_bytes` is the payload of one shard's block, `slot_bytes` what it takes in a tier.
+    Commits and records carry the epoch they belong to; an older one never counts.
+    """
+
+    __slots__ = (
+        "block_bytes", "epoch", "id", "number", "pool", "shard_count", "slot_bytes", "spec",
+        "tenant",
+    )  # fmt: skip
+
+    def __init__(self, number: int, spec: KVSpec, tenant: str, pool: str = "", epoch: int = 0):
+        self.id = space_id(spec, tenant)
+        self.number = number
+        self.spec = spec
+        self.tenant = tenant
+        self.pool = pool
+        self.epoch = epoch
+        self.shard_count = spec.shard_count
+        self.block_bytes = spec.block_bytes
+        self.slot_bytes = slot_bytes(spec.block_bytes)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.spec.block_size
+
+    def __repr__(self) -> str:
+        return f"Space({self.number}, {self.spec.model!r}, tenant={self.tenant!r})"

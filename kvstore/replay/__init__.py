@@ -1,0 +1,1 @@
+"""Trace formats and live replay."""

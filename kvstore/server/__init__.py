@@ -1,0 +1,1 @@
+"""The doors: gRPC servicers and the local lane, translating proto to core and back."""

@@ -1,0 +1,1 @@
+"""The owner of index, leases and residency: one file a flow."""

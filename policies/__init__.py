@@ -1,0 +1,1 @@
+"""Decides, never touches bytes: index, eviction policies, residency. Pure and clockless."""

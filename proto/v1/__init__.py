@@ -1,0 +1,1 @@
+"""Generated from kvstore.proto by `make proto`."""

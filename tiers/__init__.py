@@ -1,0 +1,1 @@
+"""The places where bytes live, behind one Tier protocol."""
