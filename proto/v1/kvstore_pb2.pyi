@@ -7,12 +7,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ROLE_UNSPECIFIED: _ClassVar[Role]
-    ROLE_ENGINE: _ClassVar[Role]
-    ROLE_ADMIN: _ClassVar[Role]
-
 class ExpectReuse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EXPECT_REUSE_UNSPECIFIED: _ClassVar[ExpectReuse]
@@ -27,9 +21,6 @@ class BlockOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BLOCK_OUTCOME_PRESENT: _ClassVar[BlockOutcome]
     BLOCK_OUTCOME_PENDING: _ClassVar[BlockOutcome]
     BLOCK_OUTCOME_STORED: _ClassVar[BlockOutcome]
-ROLE_UNSPECIFIED: Role
-ROLE_ENGINE: Role
-ROLE_ADMIN: Role
 EXPECT_REUSE_UNSPECIFIED: ExpectReuse
 EXPECT_REUSE_NONE: ExpectReuse
 EXPECT_REUSE_LIKELY: ExpectReuse
@@ -41,14 +32,16 @@ BLOCK_OUTCOME_PENDING: BlockOutcome
 BLOCK_OUTCOME_STORED: BlockOutcome
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("client_name", "protocol_minor", "staging_bytes")
+    __slots__ = ("client_name", "protocol_minor", "staging_bytes", "join_token")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TOKEN_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     protocol_minor: int
     staging_bytes: int
-    def __init__(self, client_name: _Optional[str] = ..., protocol_minor: _Optional[int] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    join_token: bytes
+    def __init__(self, client_name: _Optional[str] = ..., protocol_minor: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., join_token: _Optional[bytes] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("token", "boot_id", "daemon_version", "protocol_minor", "role", "tenants", "staging_bytes", "session_ttl_seconds", "limits")
@@ -91,6 +84,14 @@ class Limits(_message.Message):
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class LaneError(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("draining", "drain_seconds", "lost_leases")

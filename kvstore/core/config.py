@@ -1,0 +1,296 @@
+"""`Config`: every setting with its default, read from TOML, environment and the machine.
+
+`load` answers with a configuration that is complete and fits this machine, or raises ConfigError
+with one sentence naming the key and the fix. Meanings: docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+
+from kvstore.core.config_input import apply_environment, explain, merge
+from kvstore.core.config_rules import check
+from kvstore.core.errors import ConfigError
+from kvstore.core.machine import LocalMachine, Machine
+from kvstore.core.sizes import AUTO, Size, parse_size
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Role = Literal["engine", "admin"]
+
+SOCKET_IN_RUN = "/run/kvstore/kvstore.sock"
+MIB, GIB = 1 << 20, 1 << 30
+# Memory an indexed block takes beside its symbol, and a usual symbol: 16 tokens of 4 bytes.
+INDEX_BLOCK_BYTES, TYPICAL_SYMBOL_BYTES = 512, 64
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file; every key has a default."""
+
+
+class TcpSection(Section):
+    listen: str = ""
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
+
+
+class ServerSection(Section):
+    socket: str = ""
+    socket_group: str = ""
+    metrics: str = "127.0.0.1:9750"
+    worker_threads: Count = 2
+    drain_seconds: Seconds = 10.0
+    tcp: TcpSection = TcpSection()
+
+
+class AccessRule(Section):
+    """Who a peer is: exactly one of `uid`, `gid`, `certificate`; the first rule that fits counts."""
+
+    uid: int | None = None
+    gid: int | None = None
+    certificate: str = ""
+    tenant: str = "default"
+    role: Role = "engine"
+
+
+class TenantSection(Section):
+    """`host_size` is the pool of an isolated tenant; cap and floor are for the shared pool."""
+
+    name: str = ""
+    isolated: bool = False
+    host_size: Size = AUTO
+    host_cap: Size = AUTO
+    host_floor: Size = AUTO
+
+
+class HostSection(Section):
+    size: Size = AUTO
+    pool: Literal["shm", "sealed"] = "shm"
+    directory: str = ""
+    hugepages: Literal["off", "advise", "hugetlb"] = "off"
+    prefault: bool = True
+    mlock: bool = False
+
+
+class TiersSection(Section):
+    host: HostSection = HostSection()
+
+
+class PolicySection(Section):
+    eviction: str = "lru"
+
+
+class LimitsSection(Section):
+    sessions: Count = 256
+    leases_per_session: Count = 4096
+    spaces: Count = 1024
+    leased_bytes_per_session: Size = AUTO
+    leased_bytes_per_tenant: Size = AUTO
+    pinned_bytes_per_session: Size = AUTO
+    pinned_bytes_per_tenant: Size = AUTO
+    reserved_bytes_per_session: Size = AUTO
+    reserved_bytes_per_tenant: Size = AUTO
+    staging_bytes_per_session: Size = Size(64 * MIB)
+    staging_bytes: Size = AUTO
+    lease_ttl_seconds: Seconds = 10.0
+    max_lease_ttl_seconds: Seconds = 60.0
+    staging_ttl_seconds: Seconds = 30.0
+    max_pin_ttl_seconds: Seconds = 86_400.0
+    queue_bytes_per_link: Size = Size(GIB)
+    inflight_message_bytes: Size = Size(256 * MIB)
+    message_bytes: Size = Size(4 * MIB)
+    events_kept: Count = 65_536
+
+
+class IndexSection(Section):
+    max_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class LoggingSection(Section):
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(Section):
+    server: ServerSection = ServerSection()
+    access: tuple[AccessRule, ...] = ()
+    tenants: tuple[TenantSection, ...] = ()
+    tiers: TiersSection = TiersSection()
+    policy: PolicySection = PolicySection()
+    limits: LimitsSection = LimitsSection()
+    index: IndexSection = IndexSection()
+    logging: LoggingSection = LoggingSection()
+
+    @property
+    def host_pools(self) -> dict[str, int]:
+        """Bytes of each host pool: `""` is shared, the others belong to the tenant they name.
+
+        Together they are `tiers.host.size`: isolated pools come out of it.
+        """
+        isolated = {t.name: int(t.host_size) for t in self.tenants if t.isolated}
+        return {"": int(self.tiers.host.size) - sum(isolated.values()), **isolated}
+
+    @property
+    def lane_socket(self) -> str:
+        """The side socket that sessions open over, beside the gRPC one."""
+        return f"{self.server.socket}.lane"
+
+
+def load(
+    path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration of the file, then the environment, then `overrides` (as TOML tables)."""
+    environ = environ or {}
+    raw = read_file(path) if path is not None else {}
+    raw = apply_environment(raw, environ, Config, convert)
+    raw = merge(raw, overrides or {})
+    machine = machine or LocalMachine()
+    config = fill_in(convert(raw, Config), environ, machine)
+    check(config, machine)
+    return config
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Tables of a TOML file; raises ConfigError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration file {path} cannot be read ({error.strerror}); "
+            "correct the path or leave --config out"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} is no valid TOML: {error}") from error
+
+
+def convert(raw: Any, kind: Any, strict: bool = True) -> Any:
+    """`raw` as a section or value; raises ConfigError naming the key."""
+    try:
+        return msgspec.convert(raw, kind, strict=strict, dec_hook=_decode_custom)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(str(error), Config)) from None
+
+
+def _decode_custom(kind: type, value: Any) -> Any:
+    assert kind is Size, f"no decoder for {kind}"
+    return parse_size(value)
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """`config` as TOML tables; reading them back gives an equal configuration."""
+    tables = msgspec.to_builtins(config, enc_hook=str)
+    return _without_none(tables)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def settings(kind: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its default as written in a file: `tiers.host.size`, `access[].uid`."""
+    defaults = kind()
+    for name, hint in get_type_hints(kind).items():
+        default = getattr(defaults, name)
+        if isinstance(default, Section):
+            yield from settings(type(default), f"{prefix}{name}.")
+        elif default == () and issubclass(hint.__args__[0], Section):
+            yield from settings(hint.__args__[0], f"{prefix}{name}[].")
+        else:
+            yield prefix + name, str(default) if isinstance(default, Size) else default
+
+
+def default_socket(environ: Mapping[str, str]) -> str:
+    """Where a daemon listens if its configuration does not say."""
+    return _socket_candidates(environ)[0]
+
+
+def find_socket(environ: Mapping[str, str], socket: str | None = None) -> str:
+    """Where a client looks for the daemon: the first candidate that exists, else the first."""
+    candidates = [socket] if socket else _socket_candidates(environ)
+    return next((path for path in candidates if Path(path).exists()), candidates[0])
+
+
+def _socket_candidates(environ: Mapping[str, str]) -> list[str]:
+    if environ.get("KVSTORE_SOCKET"):
+        return [environ["KVSTORE_SOCKET"]]
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    in_runtime = [f"{runtime}/kvstore/kvstore.sock"] if runtime else []
+    return [*in_runtime, SOCKET_IN_RUN]
+
+
+def fill_in(config: Config, environ: Mapping[str, str], machine: Machine) -> Config:
+    """`config` with every default that depends on the machine or on another key."""
+    socket = config.server.socket or default_socket(environ)
+    socket = str(Path(socket).absolute())
+    host = _fill_in_host(config.tiers.host, socket, machine)
+    return msgspec.structs.replace(
+        config,
+        server=msgspec.structs.replace(config.server, socket=socket),
+        access=config.access or (AccessRule(uid=machine.uid(), role="admin"),),
+        tiers=TiersSection(host=host),
+        limits=_fill_in_limits(config.limits, host.size),
+        index=_fill_in_index(config.index, host.size),
+    )
+
+
+def _fill_in_host(host: HostSection, socket: str, machine: Machine) -> HostSection:
+    directory = host.directory
+    if not directory:
+        digest = hashlib.sha256(socket.encode()).hexdigest()[:8]
+        directory = f"/dev/shm/kvstore-{machine.uid()}-{digest}"
+    directory = str(Path(directory).absolute())
+    size = host.size or _default_host_size(directory, host.pool, machine)
+    return msgspec.structs.replace(host, directory=directory, size=size)
+
+
+def _default_host_size(directory: str, pool: str, machine: Machine) -> Size:
+    """25 % of the memory or half of the free memory file system, whichever is less.
+
+    A pool that is there already keeps its size, or a restart would not re-adopt it.
+    """
+    if pool == "shm" and (present := machine.pool_bytes(directory)):
+        return Size(present)
+    size = machine.available_bytes() // 4
+    if pool == "shm":
+        size = min(size, machine.file_system_free_bytes(directory) // 2)
+    step = 64 * MIB if size >= GIB else 2 * MIB
+    return Size(max(size // step, 1) * step)
+
+
+def _fill_in_limits(limits: LimitsSection, host_size: int) -> LimitsSection:
+    def part(value: Size, share: float) -> Size:
+        return value or Size(max(int(host_size * share) >> 12 << 12, 4096))
+
+    staging = limits.staging_bytes or Size(
+        max(host_size >> 2 >> 12 << 12, 4 * limits.staging_bytes_per_session)
+    )
+    return msgspec.structs.replace(
+        limits,
+        leased_bytes_per_session=part(limits.leased_bytes_per_session, 0.5),
+        leased_bytes_per_tenant=part(limits.leased_bytes_per_tenant, 0.75),
+        pinned_bytes_per_session=part(limits.pinned_bytes_per_session, 0.25),
+        pinned_bytes_per_tenant=part(limits.pinned_bytes_per_tenant, 0.25),
+        reserved_bytes_per_session=part(limits.reserved_bytes_per_session, 0.5),
+        reserved_bytes_per_tenant=part(limits.reserved_bytes_per_tenant, 0.5),
+        staging_bytes=staging,
+    )
+
+
+def _fill_in_index(index: IndexSection, host_size: int) -> IndexSection:
+    """As many blocks as the pool has smallest slots, up to a million (576 MB of index)."""
+    return IndexSection(max_blocks=index.max_blocks or min(max(host_size >> 12, 1024), 1_000_000))

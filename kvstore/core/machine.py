@@ -1,0 +1,140 @@
+"""`Machine`: how much memory there is, as configuration and `doctor` need to know it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+POOL_GLOB = "pool-*.data"
+NO_LIMIT = 1 << 62
+
+
+class Machine(Protocol):
+    """What configuration asks the machine; tests pass a made-up one."""
+
+    def available_bytes(self) -> int:
+        """Memory that processes could still take, the cgroup's limit counted."""
+        ...
+
+    def file_system_free_bytes(self, directory: str) -> int:
+        """Free bytes of the file system that `directory` is on or would be made on."""
+        ...
+
+    def pool_bytes(self, directory: str) -> int:
+        """Bytes of the pools that an earlier daemon left in `directory`; 0 without any."""
+        ...
+
+    def uid(self) -> int: ...
+
+
+class FixedMachine(NamedTuple):
+    """A made-up machine, for tests and for sizing another host."""
+
+    memory: int = 64 << 30
+    free: int = 32 << 30
+    pools: int = 0
+    user: int = 0
+
+    def available_bytes(self) -> int:
+        return self.memory
+
+    def file_system_free_bytes(self, directory: str) -> int:
+        return self.free
+
+    def pool_bytes(self, directory: str) -> int:
+        return self.pools
+
+    def uid(self) -> int:
+        return self.user
+
+
+class LocalMachine:
+    """This machine, read from /proc, the cgroup files and the file system."""
+
+    def available_bytes(self) -> int:
+        return min(meminfo().get("MemAvailable", NO_LIMIT), cgroup_available_bytes())
+
+    def file_system_free_bytes(self, directory: str) -> int:
+        status = os.statvfs(existing_parent(directory))
+        return status.f_bavail * status.f_frsize
+
+    def pool_bytes(self, directory: str) -> int:
+        try:
+            return sum(path.stat().st_size for path in Path(directory).glob(POOL_GLOB))
+        except OSError:
+            return 0
+
+    def uid(self) -> int:
+        return os.getuid()
+
+
+def existing_parent(path: str) -> Path:
+    """`path` itself if it exists, else its nearest ancestor that does."""
+    here = Path(path).absolute()
+    while not here.exists():
+        here = here.parent
+    return here
+
+
+def meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes (counts without a unit as they are); empty where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    values = {}
+    for line in lines:
+        name, _, rest = line.partition(":")
+        number, *unit = rest.split()
+        values[name] = int(number) * (1024 if unit else 1)
+    return values
+
+
+def cgroup_limit_bytes() -> int:
+    """The memory limit of this process's cgroup, v2 or v1; NO_LIMIT without one."""
+    return min((limit for limit, _ in _cgroup_readings()), default=NO_LIMIT)
+
+
+def cgroup_available_bytes() -> int:
+    """What the tightest cgroup above this process still allows; NO_LIMIT without a limit."""
+    return min((limit - used for limit, used in _cgroup_readings()), default=NO_LIMIT)
+
+
+def _cgroup_readings() -> list[tuple[int, int]]:
+    """(limit, used) of every cgroup above this process that has a limit."""
+    readings = []
+    for directory, limit_name, usage_name in _cgroup_directories():
+        limit = _read_number(directory / limit_name)
+        if limit is not None and limit < NO_LIMIT // 2:
+            readings.append((limit, _read_number(directory / usage_name) or 0))
+    return readings
+
+
+def _cgroup_directories() -> list[tuple[Path, str, str]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            root, files = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        here = root / name.lstrip("/")
+        for directory in (here, *here.parents):
+            if directory == root or root in directory.parents:
+                found.append((directory, *files))
+    return found
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

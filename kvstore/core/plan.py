@@ -1,0 +1,137 @@
+"""What a lookup and a put answer: matches, plans, slots, outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from kvstore.core.keys import EMPTY_CHAIN, Chain
+
+RECOMPUTE = "recompute"
+
+
+class BlockOutcome(IntEnum):
+    """Answer for one block of a put; the numbers are the wire's."""
+
+    REJECTED = 0
+    WANTED = 1
+    PRESENT = 2
+    PENDING = 3
+    STORED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseHints:
+    """What the engine knows about a prefix coming back."""
+
+    session: str = ""
+    turn: int = 0
+    expect_reuse: int = 0
+    expect_reuse_seconds: float = 0.0
+    priority: int = 0
+    no_store: bool = False
+
+
+NO_HINTS = ReuseHints()
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A prompt as the store sees it: a root within a space, and the chain of its full blocks."""
+
+    chain: Chain = EMPTY_CHAIN
+    adapter: str = ""
+    cache_salt: str = ""
+    request_id: str = ""
+    reuse: ReuseHints = NO_HINTS
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """Tokens [first_token, first_token + token_count) come from `source`, a tier or recompute."""
+
+    first_token: int
+    token_count: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What to load and what to compute; predictions are None until costs are measured."""
+
+    kind: str
+    steps: tuple[PlanStep, ...] = ()
+    predicted_p50_seconds: float | None = None
+    predicted_p99_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where consecutive blocks lie: int64 places and uint64 generations, one a block."""
+
+    first_block: int
+    places: np.ndarray
+    generations: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Answer to a lookup; `lease_id` 0 when nothing is leased."""
+
+    matched_tokens: int
+    restore_tokens: int
+    pending_tokens: int
+    plan: RestorePlan
+    reason: str
+    lease_id: int = 0
+    lease_ttl_seconds: float = 0.0
+    slots: Slots | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveResult:
+    """Answer to the first half of a put: an outcome byte a block, from `first_block` on."""
+
+    reservation_id: int
+    first_block: int
+    outcomes: bytes
+    staging_ttl_seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRun:
+    """Consecutive blocks and where their bytes are: `source` holds them `stride` bytes apart."""
+
+    first_block: int
+    block_count: int
+    source: memoryview
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """Outcomes of one committed run."""
+
+    first_block: int
+    outcomes: bytes
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PinResult:
+    pin_id: str
+    block_count: int
+    pinned_bytes: int
+
+
+@dataclass(slots=True)
+class VerifyResult:
+    """Blocks whose bytes were hashed again, and those that no longer matched."""
+
+    verified_blocks: int = 0
+    corrupt_blocks: int = 0
+    verified_bytes: int = 0
+    findings: list[str] = field(default_factory=list)
