@@ -1,0 +1,69 @@
+"""Slots on the wire: places and generations of consecutive blocks, compressed into runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.core.errors import InvalidRequest
+
+_EMPTY_PLACES = np.empty(0, dtype=np.int64)
+_EMPTY_GENERATIONS = np.empty(0, dtype=np.uint64)
+_RAMP = np.arange(1024, dtype=np.int64)
+
+
+def encode_slots(
+    places: np.ndarray, generations: np.ndarray, step: int
+) -> tuple[bytes, bytes, bytes]:
+    """Packs `places` (int64) and `generations` (uint64), one a block, into runs.
+
+    Within a run places step by `step` (a slot's bytes >> 12) and generations by 1. Returns first
+    places (int64), first generations (uint64) and block counts (uint32), little-endian.
+    """
+    count = len(places)
+    if not count:
+        return b"", b"", b""
+    if count <= len(_RAMP) and _is_one_run(places, generations, step):
+        return places[:1].tobytes(), generations[:1].tobytes(), count.to_bytes(4, "little")
+    breaks = (np.diff(places) != step) | (np.diff(generations) != 1)
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    counts = np.diff(first, append=count).astype("<u4")
+    return (
+        places[first].astype("<i8", copy=False).tobytes(),
+        generations[first].astype("<u8", copy=False).tobytes(),
+        counts.tobytes(),
+    )
+
+
+def _is_one_run(places: np.ndarray, generations: np.ndarray, step: int) -> bool:
+    last = len(places) - 1
+    return (
+        int(places[last]) - int(places[0]) == last * step
+        and int(generations[last]) - int(generations[0]) == last
+        and bool((places == places[0] + _RAMP[: last + 1] * step).all())
+        and bool((generations - generations[0] == _RAMP[: last + 1].view(np.uint64)).all())
+    )
+
+
+def decode_slots(
+    places: bytes, generations: bytes, counts: bytes, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places and generations of every block; the inverse of `encode_slots`."""
+    if len(places) != len(generations) or len(places) != 2 * len(counts) or len(places) % 8:
+        raise InvalidRequest(
+            f"slots disagree: {len(places)} bytes of places, {len(generations)} of generations, "
+            f"{len(counts)} of counts"
+        )
+    if not counts:
+        return _EMPTY_PLACES, _EMPTY_GENERATIONS
+    first_places = np.frombuffer(places, dtype="<i8")
+    first_generations = np.frombuffer(generations, dtype="<u8")
+    sizes = np.frombuffer(counts, dtype="<u4").astype(np.int64)
+    if len(sizes) == 1:
+        ramp = np.arange(int(sizes[0]), dtype=np.int64)
+        return first_places[0] + ramp * step, first_generations[0] + ramp.view(np.uint64)
+    ends = np.cumsum(sizes)
+    ramp = np.arange(int(ends[-1]), dtype=np.int64) - np.repeat(ends - sizes, sizes)
+    return (
+        np.repeat(first_places, sizes) + ramp * step,
+        np.repeat(first_generations, sizes) + ramp.view(np.uint64),
+    )
