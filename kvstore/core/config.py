@@ -18,16 +18,14 @@ from kvstore.core.config_input import apply_environment, explain, merge
 from kvstore.core.config_rules import check
 from kvstore.core.errors import ConfigError
 from kvstore.core.machine import LocalMachine, Machine
-from kvstore.core.sizes import AUTO, Size, parse_size
+from kvstore.core.sizes import AUTO, AutoSize, Size, parse_size
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Role = Literal["engine", "admin"]
 
 SOCKET_IN_RUN = "/run/kvstore/kvstore.sock"
 MIB, GIB = 1 << 20, 1 << 30
-# Memory an indexed block takes beside its symbol, and a usual symbol: 16 tokens of 4 bytes.
-INDEX_BLOCK_BYTES, TYPICAL_SYMBOL_BYTES = 512, 64
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +49,7 @@ class ServerSection(Section):
 
 
 class AccessRule(Section):
-    """Who a peer is: exactly one of `uid`, `gid`, `certificate`; the first rule that fits counts."""
+    """Who a peer is: one of `uid`, `gid`, `certificate`; the first rule that fits counts."""
 
     uid: int | None = None
     gid: int | None = None
@@ -65,18 +63,18 @@ class TenantSection(Section):
 
     name: str = ""
     isolated: bool = False
-    host_size: Size = AUTO
-    host_cap: Size = AUTO
-    host_floor: Size = AUTO
+    host_size: Size | None = None
+    host_cap: Size | None = None
+    host_floor: Size | None = None
 
 
 class HostSection(Section):
-    size: Size = AUTO
+    size: AutoSize = AUTO
     pool: Literal["shm", "sealed"] = "shm"
     directory: str = ""
     hugepages: Literal["off", "advise", "hugetlb"] = "off"
     prefault: bool = True
-    mlock: bool = False
+    mlock: bool = True
 
 
 class TiersSection(Section):
@@ -91,14 +89,14 @@ class LimitsSection(Section):
     sessions: Count = 256
     leases_per_session: Count = 4096
     spaces: Count = 1024
-    leased_bytes_per_session: Size = AUTO
-    leased_bytes_per_tenant: Size = AUTO
-    pinned_bytes_per_session: Size = AUTO
-    pinned_bytes_per_tenant: Size = AUTO
-    reserved_bytes_per_session: Size = AUTO
-    reserved_bytes_per_tenant: Size = AUTO
+    leased_bytes_per_session: AutoSize = AUTO
+    leased_bytes_per_tenant: AutoSize = AUTO
+    pinned_bytes_per_session: AutoSize = AUTO
+    pinned_bytes_per_tenant: AutoSize = AUTO
+    reserved_bytes_per_session: AutoSize = AUTO
+    reserved_bytes_per_tenant: AutoSize = AUTO
     staging_bytes_per_session: Size = Size(64 * MIB)
-    staging_bytes: Size = AUTO
+    staging_bytes: AutoSize = AUTO
     lease_ttl_seconds: Seconds = 10.0
     max_lease_ttl_seconds: Seconds = 60.0
     staging_ttl_seconds: Seconds = 30.0
@@ -110,7 +108,7 @@ class LimitsSection(Section):
 
 
 class IndexSection(Section):
-    max_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
 
 
 class LoggingSection(Section):
@@ -134,7 +132,7 @@ class Config(Section):
 
         Together they are `tiers.host.size`: isolated pools come out of it.
         """
-        isolated = {t.name: int(t.host_size) for t in self.tenants if t.isolated}
+        isolated = {t.name: int(t.host_size or 0) for t in self.tenants if t.isolated}
         return {"": int(self.tiers.host.size) - sum(isolated.values()), **isolated}
 
     @property
@@ -183,8 +181,8 @@ def convert(raw: Any, kind: Any, strict: bool = True) -> Any:
 
 
 def _decode_custom(kind: type, value: Any) -> Any:
-    assert kind is Size, f"no decoder for {kind}"
-    return parse_size(value)
+    assert issubclass(kind, Size), f"no decoder for {kind}"
+    return AUTO if kind is AutoSize and value == "auto" else kind(parse_size(value))
 
 
 def effective(config: Config) -> dict[str, Any]:
@@ -243,7 +241,7 @@ def fill_in(config: Config, environ: Mapping[str, str], machine: Machine) -> Con
         server=msgspec.structs.replace(config.server, socket=socket),
         access=config.access or (AccessRule(uid=machine.uid(), role="admin"),),
         tiers=TiersSection(host=host),
-        limits=_fill_in_limits(config.limits, host.size),
+        limits=_fill_in_limits(config.limits, host.size, machine),
         index=_fill_in_index(config.index, host.size),
     )
 
@@ -258,27 +256,24 @@ def _fill_in_host(host: HostSection, socket: str, machine: Machine) -> HostSecti
     return msgspec.structs.replace(host, directory=directory, size=size)
 
 
-def _default_host_size(directory: str, pool: str, machine: Machine) -> Size:
+def _default_host_size(directory: str, pool: str, machine: Machine) -> AutoSize:
     """25 % of the memory or half of the free memory file system, whichever is less.
 
     A pool that is there already keeps its size, or a restart would not re-adopt it.
     """
     if pool == "shm" and (present := machine.pool_bytes(directory)):
-        return Size(present)
+        return AutoSize(present)
     size = machine.available_bytes() // 4
     if pool == "shm":
         size = min(size, machine.file_system_free_bytes(directory) // 2)
     step = 64 * MIB if size >= GIB else 2 * MIB
-    return Size(max(size // step, 1) * step)
+    return AutoSize(max(size // step, 1) * step)
 
 
-def _fill_in_limits(limits: LimitsSection, host_size: int) -> LimitsSection:
-    def part(value: Size, share: float) -> Size:
-        return value or Size(max(int(host_size * share) >> 12 << 12, 4096))
+def _fill_in_limits(limits: LimitsSection, host_size: int, machine: Machine) -> LimitsSection:
+    def part(value: AutoSize, share: float) -> AutoSize:
+        return value or AutoSize(max(int(host_size * share) >> 12 << 12, 4096))
 
-    staging = limits.staging_bytes or Size(
-        max(host_size >> 2 >> 12 << 12, 4 * limits.staging_bytes_per_session)
-    )
     return msgspec.structs.replace(
         limits,
         leased_bytes_per_session=part(limits.leased_bytes_per_session, 0.5),
@@ -287,8 +282,15 @@ def _fill_in_limits(limits: LimitsSection, host_size: int) -> LimitsSection:
         pinned_bytes_per_tenant=part(limits.pinned_bytes_per_tenant, 0.25),
         reserved_bytes_per_session=part(limits.reserved_bytes_per_session, 0.5),
         reserved_bytes_per_tenant=part(limits.reserved_bytes_per_tenant, 0.5),
-        staging_bytes=staging,
+        staging_bytes=limits.staging_bytes or _default_staging(limits, host_size, machine),
     )
+
+
+def _default_staging(limits: LimitsSection, host_size: int, machine: Machine) -> AutoSize:
+    """A quarter of the host tier, at least 16 sessions' worth, at most a quarter of memory."""
+    session = limits.staging_bytes_per_session
+    wanted = max(host_size // 4, 16 * session)
+    return AutoSize(max(min(wanted, machine.available_bytes() // 4), session) >> 12 << 12)
 
 
 def _fill_in_index(index: IndexSection, host_size: int) -> IndexSection:

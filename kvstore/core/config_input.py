@@ -15,6 +15,16 @@ from kvstore.core.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_TYPE = re.compile(r"Expected `(?P<type>[^`]*)`(?P<bound> [<>]=? [\d.]+)?(?:, got `(?P<got>\w+)`)?")
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text in quotes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+_BOUND_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -90,10 +100,21 @@ def explain(message: str, root: type) -> str:
     if unknown:
         key = f"{path}.{unknown[1]}" if path else unknown[1]
         return _unknown_key(key, _fields_at(root, path))
-    what = what[0].lower() + what[1:]
     allowed = _choices_at(root, path)
-    fix = f"; pass one of {', '.join(allowed)}" if allowed else ""
-    return f"{path}: {what}{fix}" if path else what + fix
+    if allowed:
+        what = f"the value is not known; pass one of {', '.join(allowed)}"
+    elif typed := _TYPE.fullmatch(what):
+        what = _type_sentence(typed)
+    return f"{path}: {what}" if path else what
+
+
+def _type_sentence(match: re.Match[str]) -> str:
+    wanted = _TYPE_WORDS.get(match["type"].split(" | ")[0], match["type"])
+    if match["bound"]:
+        sign, number = match["bound"].split()
+        return f"the value is out of range; pass {wanted} {_BOUND_WORDS[sign]} {number}"
+    got = _TYPE_WORDS.get(match["got"] or "", "something else")
+    return f"the value is {got}; pass {wanted}"
 
 
 def _unknown_key(key: str, known: list[str]) -> str:

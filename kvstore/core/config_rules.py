@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,32 +85,34 @@ def _check_tenants(config: Config) -> None:
         if tenant.name in seen:
             raise ConfigError(f"{key}.name: {tenant.name!r} is there twice; remove one table")
         seen.add(tenant.name)
-        if tenant.isolated and not tenant.host_size:
+        if tenant.isolated and tenant.host_size is None:
             raise ConfigError(f"{key}.host_size is missing; an isolated tenant's pool needs a size")
-        if tenant.isolated and tenant.host_size < POOL_BYTES_MIN:
+        if tenant.isolated and (tenant.host_size or 0) < POOL_BYTES_MIN:
             raise ConfigError(f"{key}.host_size is {tenant.host_size}; pass 1MiB or more")
         if tenant.host_size and not tenant.isolated:
-            raise ConfigError(f"{key}.host_size is for isolated tenants; use host_cap or isolate it")
+            raise ConfigError(
+                f"{key}.host_size is for isolated tenants; use host_cap or isolate it"
+            )
         if tenant.isolated and (tenant.host_cap or tenant.host_floor):
             raise ConfigError(
                 f"{key}: host_cap and host_floor are for the shared pool; remove them, "
                 "an isolated tenant has exactly host_size"
             )
-        if tenant.host_cap and tenant.host_floor > tenant.host_cap:
+        if tenant.host_cap and (tenant.host_floor or 0) > tenant.host_cap:
             raise ConfigError(f"{key}.host_floor is above host_cap; lower the floor")
     _check_tenant_sums(config)
 
 
 def _check_tenant_sums(config: Config) -> None:
     size = config.tiers.host.size
-    isolated = sum(tenant.host_size for tenant in config.tenants if tenant.isolated)
+    isolated = sum(tenant.host_size or 0 for tenant in config.tenants if tenant.isolated)
     shared = size - isolated
     if shared < POOL_BYTES_MIN:
         raise ConfigError(
             f"tiers.host.size is {size}, and isolated tenants take {format_bytes(isolated)} of it; "
             "leave at least 1 MiB for the shared pool"
         )
-    floors = sum(tenant.host_floor for tenant in config.tenants)
+    floors = sum(tenant.host_floor or 0 for tenant in config.tenants)
     if floors > shared:
         raise ConfigError(
             f"tenants[].host_floor add up to {format_bytes(floors)}, more than the shared pool's "
@@ -119,18 +122,18 @@ def _check_tenant_sums(config: Config) -> None:
 
 def _check_limits(config: Config) -> None:
     limits = config.limits
+    for section in (config.server, limits):
+        for name in section.__struct_fields__:
+            if name.endswith("_seconds") and math.isnan(getattr(section, name)):
+                raise ConfigError(f"{name} is not a number; pass seconds above 0")
     if limits.max_lease_ttl_seconds < limits.lease_ttl_seconds:
         raise ConfigError(
             "limits.max_lease_ttl_seconds is below limits.lease_ttl_seconds; raise it"
         )
     if not MESSAGE_BYTES_MIN <= limits.message_bytes <= MESSAGE_BYTES_MAX:
-        raise ConfigError(
-            f"limits.message_bytes is {limits.message_bytes}; pass 64KiB to 256MiB"
-        )
+        raise ConfigError(f"limits.message_bytes is {limits.message_bytes}; pass 64KiB to 256MiB")
     if limits.inflight_message_bytes < limits.message_bytes:
-        raise ConfigError(
-            "limits.inflight_message_bytes is below limits.message_bytes; raise it"
-        )
+        raise ConfigError("limits.inflight_message_bytes is below limits.message_bytes; raise it")
     if limits.staging_bytes < limits.staging_bytes_per_session:
         raise ConfigError(
             "limits.staging_bytes is below limits.staging_bytes_per_session; raise it"
@@ -140,6 +143,11 @@ def _check_limits(config: Config) -> None:
 def _check_memory(config: Config, machine: Machine) -> None:
     """Pools, then the index, against what the machine has; pages of a pool to re-adopt count."""
     host = config.tiers.host
+    if not Path(host.directory).parent.is_dir():
+        raise ConfigError(
+            f"tiers.host.directory is {host.directory}, but {Path(host.directory).parent} does "
+            "not exist; make it or pass another directory"
+        )
     present = machine.pool_bytes(host.directory) if host.pool == "shm" else 0
     available = machine.available_bytes() + present
     if host.size > available:
@@ -155,9 +163,10 @@ def _check_memory(config: Config, machine: Machine) -> None:
                 f"{format_bytes(free)} free; lower it or mount a larger memory file system there"
             )
     index = config.index.max_blocks * (INDEX_BLOCK_BYTES + TYPICAL_SYMBOL_BYTES)
-    if host.size + index > available:
+    staging = config.limits.staging_bytes
+    if host.size + staging + index > available:
         raise ConfigError(
-            f"index.max_blocks is {config.index.max_blocks}, which may take "
-            f"{format_bytes(index)} beside the pools' {host.size}, but only "
-            f"{format_bytes(available)} of memory are available; lower one of them"
+            f"index.max_blocks is {config.index.max_blocks}: an index of up to "
+            f"{format_bytes(index)}, pools of {host.size} and staging of {staging} are more than "
+            f"the {format_bytes(available)} of memory available; lower one of them"
         )

@@ -21,14 +21,9 @@ _BY_LOWER = {name.lower(): factor for name, factor in UNITS.items()}
 
 
 class Size(int):
-    """Bytes; prints as the largest binary unit that divides it, so that it reads back equal.
-
-    0 stands for `auto`: configuration replaces it by a number that fits the machine.
-    """
+    """Bytes; prints as the largest binary unit that divides it, so that it reads back equal."""
 
     def __str__(self) -> str:
-        if not self:
-            return "auto"
         for unit in ("TiB", "GiB", "MiB", "KiB"):
             if self % UNITS[unit] == 0:
                 return f"{int(self) // UNITS[unit]}{unit}"
@@ -37,14 +32,21 @@ class Size(int):
     __repr__ = __str__
 
 
-AUTO = Size(0)
+class AutoSize(Size):
+    """A size that may be `auto` (0): configuration replaces it by one that fits the machine."""
+
+    def __str__(self) -> str:
+        return super().__str__() if self else "auto"
+
+    __repr__ = __str__
+
+
+AUTO = AutoSize(0)
 
 
 def parse_size(text: str | int) -> Size:
-    """Bytes of `64GiB`, `1.5 GiB`, `500MB` or a bare number; `auto` is AUTO. Raises ValueError."""
+    """Bytes of `64GiB`, `1.5 GiB`, `500MB` or a bare number. Raises ValueError."""
     if isinstance(text, str):
-        if text.strip() == "auto":
-            return AUTO
         value = _parse_text(text)
     elif isinstance(text, bool) or not isinstance(text, int):
         raise ValueError(f"expected a size such as '64GiB', got {text!r}")
