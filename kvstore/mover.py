@@ -1,0 +1,166 @@
+"""Carries bytes: a bounded fair queue and worker threads for each link.
+
+The owner thread submits jobs; a worker runs each job's `work` (copies that release the GIL) and
+the outcome comes back to the owner with the measured seconds. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore.core.clock import perf_seconds
+from kvstore.core.fair import FairQueue
+
+COPY_LINK = "staging>host"
+CHECK_LINK = "host>check"
+LINKS = (COPY_LINK, CHECK_LINK)
+
+Post = Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Outcome of a job: what `work` returned or raised, and how long it took."""
+
+    value: Any
+    error: BaseException | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class Job:
+    """Bytes to move for a session: `work` runs on a worker, `done` on the owner."""
+
+    link: str
+    tenant: Hashable
+    session: Hashable
+    byte_count: int
+    work: Callable[[], Any]
+    done: Callable[[Moved], None]
+
+
+class Mover(Protocol):
+    """Where the store hands its copies to."""
+
+    def submit(self, job: Job) -> bool:
+        """Queues a job; False when the link's queue is full, and then `done` is never called."""
+        ...
+
+    def queued_bytes(self, link: str) -> int: ...
+
+    def close(self) -> None:
+        """Runs what is queued, then stops; later jobs are refused."""
+        ...
+
+
+def run(job: Job) -> Moved:
+    """Runs a job on the calling thread."""
+    start = perf_seconds()
+    try:
+        value, error = job.work(), None
+    except Exception as caught:
+        # Whatever a copy raises belongs to the job, never to the worker.
+        value, error = None, caught
+    return Moved(value, error, perf_seconds() - start)
+
+
+class InlineMover:
+    """Moves on the calling thread and answers through `post`: for tests and in-process stores."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def submit(self, job: Job) -> bool:
+        moved = run(job)
+        self._post(lambda: job.done(moved))
+        return True
+
+    def queued_bytes(self, link: str) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadMover:
+    """Worker threads for each link; `post` hands a call to the owner thread."""
+
+    def __init__(self, post: Post, threads: dict[str, int], queue_bytes: int) -> None:
+        self._links = {
+            name: _Link(name, count, queue_bytes, post) for name, count in threads.items()
+        }
+
+    def submit(self, job: Job) -> bool:
+        return self._links[job.link].submit(job)
+
+    def queued_bytes(self, link: str) -> int:
+        return self._links[link].queued_bytes()
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+class _Link:
+    """One link's queue and its threads."""
+
+    def __init__(self, name: str, threads: int, queue_bytes: int, post: Post) -> None:
+        self._post = post
+        self._queue: FairQueue[Job] = FairQueue(queue_bytes)
+        self._running_bytes = 0
+        self._closing = False
+        self._wake = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvstore {name} {i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> bool:
+        with self._wake:
+            if self._closing:
+                return False
+            if not self._queue.push(job.tenant, job.session, job.byte_count, job):
+                return False
+            self._wake.notify()
+        return True
+
+    def queued_bytes(self) -> int:
+        with self._wake:
+            return self._queue.queued_bytes + self._running_bytes
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self) -> Job | None:
+        with self._wake:
+            while not len(self._queue):
+                if self._closing:
+                    return None
+                self._wake.wait()
+            job = self._queue.pop()
+            self._running_bytes += job.byte_count
+            return job
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            moved = run(job)
+            with self._wake:
+                self._running_bytes -= job.byte_count
+            self._answer(job, moved)
+
+    def _answer(self, job: Job, moved: Moved) -> None:
+        # The owner's loop may be closed already while the last jobs end; nobody waits then.
+        try:
+            self._post(lambda: job.done(moved))
+        except RuntimeError:
+            if not self._closing:
+                raise

@@ -1,0 +1,124 @@
+"""Sessions: who is attached, what they hold, and whose leases end when they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.core.lease import Lease
+from kvstore.core.space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """How a peer proved who it is: the kernel's word on a Unix socket, or a certificate."""
+
+    uid: int | None = None
+    gid: int | None = None
+    pid: int | None = None
+    certificate: str = ""
+
+
+class Engine:
+    """Sessions that share request leases: the ranks of one engine, or a session by itself."""
+
+    __slots__ = ("by_request", "key", "leases", "sessions")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.sessions: set[Session] = set()
+        self.leases: dict[int, Lease] = {}
+        self.by_request: dict[tuple[int, str], Lease] = {}
+
+
+class Session:
+    """One attached peer. `staging` is its write segment; `notify(kind, value)` reaches it.
+
+    Kinds of notice: "draining" with seconds, "lost_leases" with lease ids.
+    """
+
+    __slots__ = (
+        "attachments",
+        "client_name",
+        "closed",
+        "engines",
+        "id",
+        "identity",
+        "last_seen",
+        "lease_count",
+        "leased_bytes",
+        "next_attachment",
+        "notify",
+        "pinned_bytes",
+        "reservations",
+        "reserved_bytes",
+        "role",
+        "running_copies",
+        "staging",
+        "staging_release",
+        "tenants",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        session_id: int,
+        identity: Identity,
+        role: str,
+        tenants: frozenset[str],
+        staging: memoryview | None,
+        notify: Callable[[str, Any], None] | None = None,
+        staging_release: Callable[[], None] | None = None,
+        client_name: str = "",
+    ) -> None:
+        self.id = session_id
+        self.identity = identity
+        self.role = role
+        self.tenants = tenants
+        self.staging = staging
+        self.notify = notify
+        self.staging_release = staging_release
+        self.client_name = client_name
+        self.attachments: dict[int, Attachment] = {}
+        self.engines: dict[Any, Engine] = {}
+        self.reservations: dict[int, Any] = {}
+        self.next_attachment = 1
+        self.last_seen = 0.0
+        self.lease_count = 0
+        self.leased_bytes = 0
+        self.reserved_bytes = 0
+        self.pinned_bytes = 0
+        self.running_copies = 0
+        self.closed = False
+
+    def copy_started(self) -> None:
+        self.running_copies += 1
+
+    def copy_ended(self) -> None:
+        """A copy out of staging is over; the last one of a closed session lets staging go."""
+        self.running_copies -= 1
+        assert self.running_copies >= 0
+        self.let_staging_go()
+
+    def let_staging_go(self) -> None:
+        if self.closed and not self.running_copies and self.staging_release is not None:
+            release, self.staging_release = self.staging_release, None
+            self.staging = None
+            release()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attachment:
+    """A spec and a shard that a session works with."""
+
+    number: int
+    session: Session
+    space: Space
+    shard: int
+    engine: Engine
+    plan_shapes: tuple[str, ...] = ("prefix",)
+    overlap: str = "none"
+
+    @property
+    def engine_id(self) -> str:
+        return str(self.engine.key)
