@@ -1,0 +1,92 @@
+"""`Recorder`: what the parts tell about themselves; this one forgets, `kvstore.metrics` counts.
+
+One thread, the owner's, calls it; each call is cheap enough for every request.
+"""
+
+from __future__ import annotations
+
+
+class Recorder:
+    """Does nothing with what it is told: the default of every part that takes a recorder."""
+
+    def lookup(
+        self, result: str, tokens: int, hit_tokens: int, seconds: float, tier: str = "host"
+    ) -> None:
+        """One lookup of `tokens` tokens found the first `hit_tokens` in `tier`.
+
+        `result` is `hit` (every full block), `partial` or `miss`; tokens that further tiers add
+        to the same prefix are told with `hit`.
+        """
+
+    def hit(self, tier: str, tokens: int) -> None:
+        """A lookup's prefix goes on for `tokens` tokens in another tier."""
+
+    def commit(self, seconds: float) -> None:
+        """The handler of one Commit took `seconds` of the owner thread."""
+
+    def put_blocks(self, outcome: str, count: int) -> None:
+        """`count` blocks of a put were `stored`, `present`, `pending` or `rejected`."""
+
+    def put_bytes(self, count: int) -> None:
+        """`count` payload bytes became READY."""
+
+    def restored(self, tier: str, count: int) -> None:
+        """`count` payload bytes were handed to a client to restore from."""
+
+    def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
+        """Blocks left `tier` to make room (`capacity`, `quota`) or by order (`clear`, ...)."""
+
+    def corrupt(self, tier: str, blocks: int = 1) -> None:
+        """Blocks did not match their checksum and became misses."""
+
+    def quarantined(self, tier: str, blocks: int = 1) -> None:
+        """Blocks were taken out with their descendants because their bytes are not trusted."""
+
+    def readopted(self, tier: str, blocks: int) -> None:
+        """Blocks of an earlier daemon were found good at the start."""
+
+    def copied(self, link: str, byte_count: int, seconds: float) -> None:
+        """One copy over `link` (`staging>host`) ended after `seconds`, queueing left out."""
+
+    def queue_rejected(self, link: str, blocks: int = 1) -> None:
+        """Blocks found the queue of `link` full and were skipped."""
+
+    def rpc(self, method: str, status: str) -> None:
+        """One call was answered with a gRPC status name, over any transport."""
+
+    def limit_rejected(self, limit: str) -> None:
+        """A request met the limit that the key `limits.<limit>` sets."""
+
+    def reservation_expired(self, count: int = 1) -> None:
+        """Reservations were given up by their time to live or their client's death."""
+
+    def lease_ended(self, reason: str, count: int = 1) -> None:
+        """Leases ended by `release`, `finish`, `expiry`, `death`, `replaced` or `lost`."""
+
+    def events_dropped(self, count: int) -> None:
+        """Events left the buffer before a subscriber read them."""
+
+    def loop_stall(self, seconds: float) -> None:
+        """The owner thread was kept busy by one piece of work for `seconds`."""
+
+    def set_sessions(self, sessions: int, spaces: int) -> None:
+        """Sessions open and spaces known now."""
+
+    def set_leases(
+        self, leases: int, leased_bytes: int, pinned_bytes: int, reserved_bytes: int
+    ) -> None:
+        """Leases held now, and the bytes that leases, pins and reservations hold."""
+
+    def set_index(self, blocks: int, runs: int) -> None:
+        """Blocks and runs in the prefix index now."""
+
+    def set_tier(
+        self, tier: str, capacity: int, used: int, free: int, resting: int, blocks: int
+    ) -> None:
+        """A tier's bytes now: used + free + resting == capacity; and its READY blocks."""
+
+    def set_queue(self, link: str, byte_count: int) -> None:
+        """Bytes that wait for or run over `link` now."""
+
+
+NO_RECORDER = Recorder()

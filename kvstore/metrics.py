@@ -1,0 +1,380 @@
+"""Every metric in one table, and `Metrics`, the recorder that counts them.
+
+Counts are plain Python numbers that the owner thread adds to and the scraping thread only reads;
+prometheus_client writes them out. Meanings for operators: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import platform
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, product
+from types import MappingProxyType
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+import kvstore
+from kvstore.core.recorder import Recorder
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+Labels = tuple[str, ...]
+
+HANDLER_BUCKETS = (
+    20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.2, 1.0,
+)  # fmt: skip
+COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
+
+TIERS = ("host",)
+LINKS = ("staging>host", "host>host")
+RESULTS = ("hit", "partial", "miss")
+OUTCOMES = ("stored", "present", "pending", "rejected")
+EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "lost_parent")
+LEASE_ENDS = ("release", "finish", "expiry", "death", "replaced", "lost")
+METHODS = (
+    "OpenSession", "Attach", "Lookup", "Restore", "CancelRestore", "Release", "Renew",
+    "FinishRequest", "Reserve", "Commit", "Abort", "ReportStep", "ReportTransfer", "Session",
+    "PutInline", "FetchInline", "Subscribe", "Status", "SetPolicy", "SetQuota", "Pin", "Unpin",
+    "Clear", "BumpEpoch", "Explain", "Flush", "Drain", "Verify", "TraceStart", "TraceStop",
+)  # fmt: skip
+LIMITS = (
+    "sessions", "leases_per_session", "spaces", "leased_bytes_per_session",
+    "leased_bytes_per_tenant", "pinned_bytes_per_session", "pinned_bytes_per_tenant",
+    "reserved_bytes_per_session", "reserved_bytes_per_tenant", "staging_bytes",
+    "queue_bytes_per_link", "inflight_message_bytes", "message_bytes", "max_blocks",
+)  # fmt: skip
+
+
+class Row(NamedTuple):
+    """One metric: its name as scraped, and the label values that are there from the start."""
+
+    name: str
+    kind: str
+    help: str
+    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
+    buckets: Sequence[float] = ()
+
+
+TIER = {"tier": TIERS}
+LINK = {"link": LINKS}
+TABLE = (
+    Row("kvstore_sessions", GAUGE, "Sessions open."),
+    Row("kvstore_spaces", GAUGE, "Spaces known: a KVSpec of a tenant each."),
+    Row("kvstore_leases", GAUGE, "Leases held."),
+    Row("kvstore_leased_bytes", GAUGE, "Bytes of blocks that leases hold in place."),
+    Row("kvstore_pinned_bytes", GAUGE, "Bytes of blocks that pins keep."),
+    Row("kvstore_reserved_bytes", GAUGE, "Bytes of slots reserved by puts under way."),
+    Row(
+        "kvstore_lookups_total", COUNTER,
+        "Lookups by how much they found of their full blocks.", {"result": RESULTS},
+    ),
+    Row("kvstore_lookup_tokens_total", COUNTER, "Tokens looked up."),
+    Row(
+        "kvstore_hit_tokens_total", COUNTER,
+        "Tokens found, counted up to the first block that was not (prefix-closed).", TIER,
+    ),
+    Row(
+        "kvstore_lookup_seconds", HISTOGRAM, "Time a Lookup took on the owner thread.",
+        buckets=HANDLER_BUCKETS,
+    ),
+    Row(
+        "kvstore_commit_seconds", HISTOGRAM,
+        "Time a Commit took on the owner thread, its copy left out.", buckets=HANDLER_BUCKETS,
+    ),
+    Row(
+        "kvstore_loop_stall_seconds", HISTOGRAM,
+        "Time the owner thread was late for its own timer.", buckets=HANDLER_BUCKETS,
+    ),
+    Row("kvstore_put_blocks_total", COUNTER, "Blocks of puts.", {"outcome": OUTCOMES}),
+    Row("kvstore_put_bytes_total", COUNTER, "Payload bytes that became READY."),
+    Row(
+        "kvstore_restored_bytes_total", COUNTER,
+        "Payload bytes handed to clients to restore from.", TIER,
+    ),
+    Row("kvstore_tier_capacity_bytes", GAUGE, "Size of a tier.", TIER),
+    Row("kvstore_tier_used_bytes", GAUGE, "Bytes of slots reserved or published.", TIER),
+    Row("kvstore_tier_free_bytes", GAUGE, "Bytes that can be reserved at once.", TIER),
+    Row(
+        "kvstore_tier_resting_bytes", GAUGE,
+        "Bytes un-published that wait for leases before they are free.", TIER,
+    ),
+    Row("kvstore_tier_blocks", GAUGE, "READY blocks (shards counted each).", TIER),
+    Row(
+        "kvstore_evicted_blocks_total", COUNTER, "Blocks that left a tier.",
+        {**TIER, "reason": EVICTION_REASONS},
+    ),
+    Row(
+        "kvstore_evicted_bytes_total", COUNTER, "Bytes that left a tier.",
+        {**TIER, "reason": EVICTION_REASONS},
+    ),
+    Row(
+        "kvstore_corrupt_blocks_total", COUNTER,
+        "Blocks that did not match their checksum; each was a miss.", TIER,
+    ),
+    Row(
+        "kvstore_quarantined_blocks_total", COUNTER,
+        "Blocks taken out because their bytes or a parent's are not trusted.", TIER,
+    ),
+    Row(
+        "kvstore_readopted_blocks_total", COUNTER,
+        "Blocks of an earlier daemon taken over at the start.", TIER,
+    ),
+    Row("kvstore_queue_bytes", GAUGE, "Bytes queued or running over a link.", LINK),
+    Row(
+        "kvstore_queue_rejected_blocks_total", COUNTER,
+        "Blocks skipped because the link's queue was full.", LINK,
+    ),
+    Row("kvstore_copied_bytes_total", COUNTER, "Bytes copied over a link.", LINK),
+    Row(
+        "kvstore_copy_seconds", HISTOGRAM, "Time of one copy, queueing left out.", LINK,
+        COPY_BUCKETS,
+    ),
+    Row(
+        "kvstore_rpcs_total", COUNTER, "Calls answered, over any transport, by gRPC status.",
+        {"method": METHODS, "status": ("OK",)},
+    ),
+    Row(
+        "kvstore_limit_rejections_total", COUNTER,
+        "Requests cut short or refused by a configured limit.", {"limit": LIMITS},
+    ),
+    Row(
+        "kvstore_reservations_expired_total", COUNTER,
+        "Reservations given up by time to live or by their client's death.",
+    ),
+    Row("kvstore_leases_ended_total", COUNTER, "Leases ended.", {"reason": LEASE_ENDS}),
+    Row(
+        "kvstore_events_dropped_total", COUNTER,
+        "KV events that left the buffer before a subscriber read them.",
+    ),
+    Row("kvstore_index_blocks", GAUGE, "Blocks in the prefix index."),
+    Row("kvstore_index_runs", GAUGE, "Runs in the prefix index."),
+    Row(
+        "kvstore_build_info", GAUGE, "Always 1; the labels say what runs.",
+        {"version": (kvstore.__version__,), "python": (platform.python_version(),)},
+    ),
+)  # fmt: skip
+
+
+class Number:
+    """A counter's or gauge's value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def add(self, count: float = 1) -> None:
+        self.value += count
+
+
+class Histogram:
+    """Counts of observations per bucket, the last for what is beyond every bound."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def quantile(self, q: float) -> float:
+        """Upper bound of the bucket that holds the quantile; 0 without observations."""
+        rank, seen = q * sum(self.counts), 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            seen += count
+            if seen and seen >= rank:
+                return bound
+        return 0.0
+
+
+class Family:
+    """All children of one metric, by their label values."""
+
+    __slots__ = ("children", "row")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.children: dict[Labels, Number | Histogram] = {}
+        for values in product(*row.labels.values()):
+            self._child(values)
+
+    def _child(self, values: Labels) -> Number | Histogram:
+        found = self.children.get(values)
+        if found is None:
+            assert len(values) == len(self.row.labels), f"{self.row.name} has other labels"
+            found = Histogram(self.row.buckets) if self.row.kind == HISTOGRAM else Number()
+            # A new dict, so that a scrape under way keeps the one it iterates over.
+            self.children = {**self.children, values: found}
+        return found
+
+    def number(self, *values: str) -> Number:
+        child = self._child(values)
+        assert isinstance(child, Number)
+        return child
+
+    def histogram(self, *values: str) -> Histogram:
+        child = self._child(values)
+        assert isinstance(child, Histogram)
+        return child
+
+    def collect(self) -> Metric:
+        row, labels = self.row, list(self.row.labels)
+        if row.kind == HISTOGRAM:
+            family = HistogramMetricFamily(row.name, row.help, labels=labels)
+            for values, child in self.children.items():
+                assert isinstance(child, Histogram)
+                bounds = [*map(str, child.bounds), "+Inf"]
+                buckets = list(zip(bounds, accumulate(child.counts), strict=True))
+                family.add_metric(values, buckets, child.total)
+            return family
+        make = CounterMetricFamily if row.kind == COUNTER else GaugeMetricFamily
+        plain = make(row.name, row.help, labels=labels)
+        for values, child in self.children.items():
+            assert isinstance(child, Number)
+            plain.add_metric(values, child.value)
+        return plain
+
+
+class Metrics(Recorder):
+    """The counting recorder, with a registry of its own."""
+
+    def __init__(self) -> None:
+        self.families = {row.name: Family(row) for row in TABLE}
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        self.number("kvstore_build_info", kvstore.__version__, platform.python_version()).add()
+        self._results = {r: self.number("kvstore_lookups_total", r) for r in RESULTS}
+        self._lookup_tokens = self.number("kvstore_lookup_tokens_total")
+        self._hit_tokens = {t: self.number("kvstore_hit_tokens_total", t) for t in TIERS}
+        self._lookup_seconds = self.families["kvstore_lookup_seconds"].histogram()
+        self._commit_seconds = self.families["kvstore_commit_seconds"].histogram()
+        self._loop_stall = self.families["kvstore_loop_stall_seconds"].histogram()
+        self._rpcs: dict[tuple[str, str], Number] = {}
+
+    def number(self, name: str, *labels: str) -> Number:
+        """The counter or gauge `name` with these label values, for a part to keep."""
+        return self.families[name].number(*labels)
+
+    def value(self, name: str, *labels: str) -> float:
+        """What the counter or gauge `name` stands at."""
+        return self.number(name, *labels).value
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        return self.families[name].histogram(*labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.families.values():
+            yield family.collect()
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def lookup(
+        self, result: str, tokens: int, hit_tokens: int, seconds: float, tier: str = "host"
+    ) -> None:
+        self._results[result].value += 1
+        self._lookup_tokens.value += tokens
+        if hit_tokens:
+            self.hit(tier, hit_tokens)
+        self._lookup_seconds.observe(seconds)
+
+    def hit(self, tier: str, tokens: int) -> None:
+        number = self._hit_tokens.get(tier) or self.number("kvstore_hit_tokens_total", tier)
+        number.value += tokens
+
+    def commit(self, seconds: float) -> None:
+        self._commit_seconds.observe(seconds)
+
+    def put_blocks(self, outcome: str, count: int) -> None:
+        self.number("kvstore_put_blocks_total", outcome).add(count)
+
+    def put_bytes(self, count: int) -> None:
+        self.number("kvstore_put_bytes_total").add(count)
+
+    def restored(self, tier: str, count: int) -> None:
+        self.number("kvstore_restored_bytes_total", tier).add(count)
+
+    def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
+        self.number("kvstore_evicted_blocks_total", tier, reason).add(blocks)
+        self.number("kvstore_evicted_bytes_total", tier, reason).add(byte_count)
+
+    def corrupt(self, tier: str, blocks: int = 1) -> None:
+        self.number("kvstore_corrupt_blocks_total", tier).add(blocks)
+
+    def quarantined(self, tier: str, blocks: int = 1) -> None:
+        self.number("kvstore_quarantined_blocks_total", tier).add(blocks)
+
+    def readopted(self, tier: str, blocks: int) -> None:
+        self.number("kvstore_readopted_blocks_total", tier).add(blocks)
+
+    def copied(self, link: str, byte_count: int, seconds: float) -> None:
+        self.number("kvstore_copied_bytes_total", link).add(byte_count)
+        self.histogram("kvstore_copy_seconds", link).observe(seconds)
+
+    def queue_rejected(self, link: str, blocks: int = 1) -> None:
+        self.number("kvstore_queue_rejected_blocks_total", link).add(blocks)
+
+    def rpc(self, method: str, status: str) -> None:
+        number = self._rpcs.get((method, status))
+        if number is None:
+            number = self.number("kvstore_rpcs_total", method, status)
+            self._rpcs[method, status] = number
+        number.value += 1
+
+    def limit_rejected(self, limit: str) -> None:
+        self.number("kvstore_limit_rejections_total", limit).add()
+
+    def reservation_expired(self, count: int = 1) -> None:
+        self.number("kvstore_reservations_expired_total").add(count)
+
+    def lease_ended(self, reason: str, count: int = 1) -> None:
+        self.number("kvstore_leases_ended_total", reason).add(count)
+
+    def events_dropped(self, count: int) -> None:
+        self.number("kvstore_events_dropped_total").add(count)
+
+    def loop_stall(self, seconds: float) -> None:
+        self._loop_stall.observe(seconds)
+
+    def set_sessions(self, sessions: int, spaces: int) -> None:
+        self._set("kvstore_sessions", sessions)
+        self._set("kvstore_spaces", spaces)
+
+    def set_leases(
+        self, leases: int, leased_bytes: int, pinned_bytes: int, reserved_bytes: int
+    ) -> None:
+        self._set("kvstore_leases", leases)
+        self._set("kvstore_leased_bytes", leased_bytes)
+        self._set("kvstore_pinned_bytes", pinned_bytes)
+        self._set("kvstore_reserved_bytes", reserved_bytes)
+
+    def set_index(self, blocks: int, runs: int) -> None:
+        self._set("kvstore_index_blocks", blocks)
+        self._set("kvstore_index_runs", runs)
+
+    def set_tier(
+        self, tier: str, capacity: int, used: int, free: int, resting: int, blocks: int
+    ) -> None:
+        self._set("kvstore_tier_capacity_bytes", capacity, tier)
+        self._set("kvstore_tier_used_bytes", used, tier)
+        self._set("kvstore_tier_free_bytes", free, tier)
+        self._set("kvstore_tier_resting_bytes", resting, tier)
+        self._set("kvstore_tier_blocks", blocks, tier)
+
+    def set_queue(self, link: str, byte_count: int) -> None:
+        self._set("kvstore_queue_bytes", byte_count, link)
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self.number(name, *labels).value = value
