@@ -1,0 +1,218 @@
+"""`kvstore doctor`: looks at this machine for what would stop or slow the daemon."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import mmap
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from kvstore.cli.output import (
+    config_option,
+    finish,
+    json_option,
+    load_config,
+    print_json,
+    print_table,
+)
+from kvstore.core.config import Config
+from kvstore.core.errors import ConfigError
+from kvstore.core.machine import (
+    NO_LIMIT,
+    LocalMachine,
+    cgroup_limit_bytes,
+    existing_parent,
+    meminfo,
+)
+from kvstore.core.sizes import format_bytes
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 13)
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+class Finding(NamedTuple):
+    """One look: what was found and, unless ok, what to do."""
+
+    check: str
+    status: str
+    found: str
+    fix: str = ""
+
+
+@click.command()
+@config_option
+@click.option(
+    "--directory",
+    default=".",
+    show_default=True,
+    metavar="DIR",
+    help="Where to try direct I/O, as a disk tier would need it.",
+)
+@json_option
+def command(config_path: Path | None, directory: str, as_json: bool) -> None:
+    """Look at this machine: limits, memory, file systems, versions.
+
+    Every finding is ok, warn or fail and says the fix. Exit 1 if any is fail.
+    """
+    findings = examine(config_path, directory)
+    if as_json:
+        counts = {status: sum(f.status == status for f in findings) for status in (OK, WARN, FAIL)}
+        print_json({**counts, "findings": [finding._asdict() for finding in findings]})
+    else:
+        print_table(("status", "check", "found", "fix"), [(f[1], f[0], *f[2:]) for f in findings])
+    finish(all(finding.status != FAIL for finding in findings))
+
+
+def examine(config_path: Path | None, directory: str) -> list[Finding]:
+    config, verdict = _configuration(config_path)
+    findings = [verdict]
+    if config is not None:
+        findings += [_memlock(config), _memory_file_system(config)]
+    checks: tuple[Callable[[], Finding], ...] = (_cgroup, _user, _hugepages, _open_files, _kernel)
+    findings += [check() for check in checks]
+    return [*findings, direct_io(directory), *_versions()]
+
+
+def _configuration(path: Path | None) -> tuple[Config | None, Finding]:
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        return None, Finding("configuration", FAIL, str(error), "as the sentence says")
+    size = format_bytes(config.tiers.host.size)
+    return config, Finding("configuration", OK, f"valid; host tier {size}")
+
+
+def _memlock(config: Config) -> Finding:
+    limit, need = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.tiers.host.size
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+    enough = limit == resource.RLIM_INFINITY or limit >= need or os.geteuid() == 0
+    if enough or not config.tiers.host.mlock:
+        return Finding("memlock limit", OK, shown)
+    return Finding(
+        "memlock limit",
+        WARN,
+        f"{shown}, below the host tier's {format_bytes(need)}: its pages may be swapped out",
+        "raise it (LimitMEMLOCK=infinity in the unit, `ulimit -l unlimited`) or set "
+        "tiers.host.mlock = false",
+    )
+
+
+def _memory_file_system(config: Config) -> Finding:
+    host = config.tiers.host
+    here = existing_parent(host.directory)
+    status = os.statvfs(here)
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    found = f"{here}: {format_bytes(total)}, {format_bytes(free)} free"
+    if host.pool == "sealed":
+        return Finding("memory file system", OK, f"{found}; not used by sealed pools")
+    kind = file_system_type(here)
+    if kind and kind not in MEMORY_FILE_SYSTEMS:
+        return Finding(
+            "memory file system", WARN, f"{found}; it is {kind}, so pools are written to a disk",
+            "set tiers.host.directory to a folder on a tmpfs such as /dev/shm",
+        )  # fmt: skip
+    return Finding("memory file system", OK, f"{found}; {kind or 'type unknown'}")
+
+
+def file_system_type(path: Path) -> str:
+    """Type of the file system that `path` is on, from the mount table; empty if not known."""
+    best, kind = "", ""
+    for line in _read_lines(Path("/proc/self/mounts")):
+        _, mount_point, mount_type, *_ = line.split()
+        mount_point = mount_point.replace("\\040", " ")
+        inside = path == Path(mount_point) or Path(mount_point) in path.parents
+        if inside and len(mount_point) >= len(best):
+            best, kind = mount_point, mount_type
+    return kind
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _cgroup() -> Finding:
+    limit, total = cgroup_limit_bytes(), meminfo().get("MemTotal", 0)
+    available = format_bytes(LocalMachine().available_bytes())
+    if limit >= NO_LIMIT or limit >= total > 0:
+        return Finding("cgroup memory", OK, f"no limit below the machine's; {available} available")
+    return Finding(
+        "cgroup memory", OK,
+        f"limit {format_bytes(limit)}, {available} available; pools count toward it",
+    )  # fmt: skip
+
+
+def _user() -> Finding:
+    if os.geteuid() == 0:
+        return Finding(
+            "user", WARN, "root: the daemon needs no such rights",
+            "run it as a user of its own (the unit file in deploy/ does)",
+        )  # fmt: skip
+    return Finding("user", OK, f"uid {os.geteuid()}")
+
+
+def _hugepages() -> Finding:
+    memory = meminfo()
+    lines = _read_lines(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    shmem = lines[0].partition("[")[2].partition("]")[0] if lines else "unknown"
+    pages = memory.get("HugePages_Free", 0)
+    size = format_bytes(memory.get("Hugepagesize", 0))
+    return Finding("hugepages", OK, f"{pages} free of {size}; transparent in tmpfs: {shmem}")
+
+
+def _open_files() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit < 1024:
+        return Finding("open files", WARN, str(limit), "raise it to 4096 (`ulimit -n 4096`)")
+    return Finding("open files", OK, str(limit))
+
+
+def _kernel() -> Finding:
+    boot = _read_lines(Path("/proc/sys/kernel/random/boot_id"))
+    found = f"{platform.system()} {platform.release()}, boot {boot[0] if boot else 'unknown'}"
+    if sys.platform != "linux":
+        return Finding("kernel", FAIL, found, "run on Linux: sealed memory and SO_PEERCRED need it")
+    return Finding("kernel", OK, found)
+
+
+def direct_io(directory: str) -> Finding:
+    """Whether a file in `directory` can be written and read past the page cache."""
+    here = existing_parent(directory)
+    flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT
+    try:
+        descriptor = os.open(here, flags, 0o600)
+        try:
+            with mmap.mmap(-1, 4096) as page:
+                os.pwritev(descriptor, [page], 0)
+                os.preadv(descriptor, [page], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return Finding(
+            "direct I/O", WARN, f"{here}: {error.strerror}",
+            "put a disk tier on ext4 or xfs; the host tier does not need it",
+        )  # fmt: skip
+    return Finding("direct I/O", OK, f"{here}: works")
+
+
+def _versions() -> Iterator[Finding]:
+    version = platform.python_version()
+    if not PYTHON_MIN <= sys.version_info[:2] <= PYTHON_MAX:
+        yield Finding("python", WARN, version, "use Python 3.11 to 3.13, which are tested")
+    else:
+        yield Finding("python", OK, version)
+    for name in ("grpcio", "protobuf", "numpy"):
+        try:
+            yield Finding(name, OK, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, FAIL, "not installed", "run `pip install kvstore-daemon`")
