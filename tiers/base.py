@@ -1,0 +1,214 @@
+"""The `Tier` protocol: what the store may ask of any place that keeps blocks, and its contract.
+
+Two kinds of callers. The *owner thread* keeps the books: it alone calls everything except the
+four byte movers, and those calls never wait for bytes (where `durable` is True, `commit` waits
+for the medium and is called from a worker instead). *Worker threads* call `write`, `read`,
+`verify` and `copy`, which release the GIL and touch no books; the owner guarantees that a place
+a worker was given keeps its slot until the worker is done.
+
+A slot is FREE, STAGING, PUBLISHED or RESTING; `reserve` makes STAGING of FREE, `commit`
+PUBLISHED of STAGING, `discard` RESTING of either, `free` FREE of RESTING. Nothing else moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+Source = memoryview | np.ndarray
+"""Contiguous bytes to copy from."""
+Target = memoryview | np.ndarray
+"""Contiguous writable bytes to copy into."""
+
+CHECKSUM_BYTES = 16
+
+
+class BlockHeader(NamedTuple):
+    """What is kept beside a payload: enough to rebuild an index without any other file."""
+
+    space: bytes
+    root: bytes
+    key: bytes
+    parent_key: bytes
+    position: int
+    shard: int
+    epoch: int
+    length: int
+    symbol: bytes
+
+
+class StoredBlock(NamedTuple):
+    """A block found at recovery; `checksum` is the xxh3_128 its payload had when written."""
+
+    place: int
+    header: BlockHeader
+    checksum: bytes
+    generation: int
+
+
+class TierUsage(NamedTuple):
+    """Bytes and blocks of a tier or pool; used + free + resting = capacity, always.
+
+    Bytes are counted in whole slots: a payload's padding is used with it. What no slot can take
+    (the tail of a chunk, chunks of no class) is free. `used_bytes` covers STAGING and PUBLISHED.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    resting_bytes: int
+    block_count: int
+
+    def __add__(self, other: object) -> TierUsage:
+        assert isinstance(other, TierUsage), "a usage adds up with a usage only"
+        return TierUsage(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_USAGE = TierUsage(0, 0, 0, 0, 0)
+
+
+class SharedPool(NamedTuple):
+    """What a client on this host maps; both descriptors are open read-only and stay the tier's."""
+
+    pool_id: int
+    name: str
+    data_fd: int
+    generations_fd: int
+    data_bytes: int
+    generation_bytes: int
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """A place that keeps blocks."""
+
+    name: str
+    durable: bool
+    """True: what `commit` returned survives power loss, and `commit` blocks for it."""
+
+    def reserve(
+        self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
+    ) -> list[int]:
+        """Takes up to `count` slots for payloads and symbols of at most these sizes: STAGING.
+
+        Returns fewer, down to none, when the pool is full; never raises for that. Places come in
+        ascending order and consecutive where they can. Raises TierError for an unknown pool.
+        """
+        ...
+
+    def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
+        """Publishes written STAGING slots, in the order given; returns their generations.
+
+        The caller passes (place, header, checksum from `write`), parents before children. Once
+        this returns, `recover` after a crash finds the blocks. Raises TierError: then none of
+        the blocks that follow the failed one is published, and the caller discards them all.
+        """
+        ...
+
+    def discard(self, places: Sequence[int]) -> None:
+        """Un-publishes blocks, or gives up STAGING slots: readers see generation 0; RESTING.
+
+        Bytes stay untouched until the slot is freed, so that a reader under a lease can finish.
+        """
+        ...
+
+    def free(self, places: Sequence[int]) -> None:
+        """Makes RESTING slots reusable; the caller knows that no lease or copy needs them."""
+        ...
+
+    def usage(self, pool: str | None = None) -> TierUsage:
+        """Bytes of one pool, or of all. Raises TierError for an unknown pool."""
+        ...
+
+    def header(self, place: int) -> BlockHeader:
+        """Header of a PUBLISHED slot; raises CorruptBlock if it is no longer what was written."""
+        ...
+
+    def checksum(self, place: int) -> bytes:
+        """Payload checksum of a PUBLISHED slot; raises CorruptBlock as `header` does."""
+        ...
+
+    def generation(self, place: int) -> int:
+        """Generation a slot is published under; 0 when it is not."""
+        ...
+
+    def recover(self) -> Iterator[StoredBlock]:
+        """Blocks whose headers were found valid at open, in no particular order.
+
+        Called once, before the first `reserve`. Payloads are not read: the caller verifies them.
+        Torn headers are left out.
+        """
+        ...
+
+    def adopt(self, place: int) -> None:
+        """Keeps a block that `recover` gave: PUBLISHED again, under its old generation."""
+        ...
+
+    def finish_recovery(self) -> list[int]:
+        """Un-publishes all that was not adopted; returns every slot now RESTING.
+
+        The caller frees them one maximum lease later: readers from before may still be copying.
+        """
+        ...
+
+    def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
+        """Published places to move away so that slots of this size can be made of their memory.
+
+        Called after `reserve` came back empty. Until the memory is handed over, or
+        `cancel_drain`, nothing new is placed there. Asking again gives what is still left.
+        Empty: there is nothing to move (a slot is to be had, or nothing is worth moving).
+        """
+        ...
+
+    def cancel_drain(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> None:
+        """Gives up what `drain_candidates` began for this size; harmless if nothing was."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Asserts that the books agree with each other and with the medium; for tests and fsck."""
+        ...
+
+    def close(self, keep: bool = True) -> None:
+        """Lets go of everything; with `keep=False` the stored bytes are deleted too.
+
+        No worker may be inside. Views handed out stay readable until they are dropped.
+        """
+        ...
+
+    def write(self, place: int, source: Source) -> bytes:
+        """Copies a payload into a STAGING slot; returns the xxh3_128 of *the copy*.
+
+        The source may change meanwhile: the checksum fits what was stored. The rest of the slot
+        is zeroed. Raises TierError.
+        """
+        ...
+
+    def read(self, place: int, target: Target, length: int) -> None:
+        """Copies the first `length` bytes of a slot out. Raises TierError."""
+        ...
+
+    def verify(self, place: int, length: int, checksum: bytes) -> bool:
+        """Whether the stored payload still has this checksum."""
+        ...
+
+    def copy(self, source_place: int, target_place: int, length: int) -> bytes:
+        """Copies a payload into a STAGING slot of the same tier, as `write` does."""
+        ...
+
+
+@runtime_checkable
+class AddressableTier(Tier, Protocol):
+    """A tier whose slots are memory of this machine."""
+
+    def view(self, place: int, length: int) -> memoryview:
+        """The stored payload itself, read-only; what it shows after `free` is anything."""
+        ...
+
+    def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
+        """The pools that a client of a tenant with this pool may map; none if it cannot be shared.
+
+        Raises TierError for an unknown pool.
+        """
+        ...
