@@ -1,0 +1,60 @@
+# Everything that CI does, for people: `make install`, `make demo`, `make test`.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# A bare `import kernels` or `import proto` must not find the folders of this tree.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-long lint format typecheck proto bench clean
+
+help: ## Say what there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## Make .venv with everything but torch
+
+$(STAMP): requirements/dev.lock requirements/constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 was found; install one" \
+		"(apt install python3) or name it: make PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is" \
+		"missing; run: apt install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r requirements/dev.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: install ## Replay a real trace, with a kill in the middle, and verify every byte
+	$(BIN)/kvstore demo
+
+test: install ## The suite
+	$(BIN)/pytest -m "not long and not gpu"
+
+test-long: install ## What takes minutes: crash loops, long simulations, packaging
+	$(BIN)/pytest -m "long and not gpu"
+
+lint: install ## Style, as far as ruff sees it; tests/test_tidy.py holds the rest
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install ## Put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: install ## mypy on an installed copy, where the mapped folders are one package
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvstore
+
+proto: install ## Generate the gRPC code anew
+	$(BIN)/python proto/generate.py
+
+bench: install ## Measure this machine
+	$(BIN)/kvstore bench
+
+clean: ## Remove what was built; .venv too
+	rm -rf build dist $(VENV)
