@@ -33,11 +33,13 @@ HANDLER_BUCKETS = (
 COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
 
 TIERS = ("host",)
-LINKS = ("staging>host", "host>host")
-RESULTS = ("hit", "partial", "miss")
+LINKS = ("staging>host", "host>check")
+ANSWERS = ("hit", "pending", "miss")
 OUTCOMES = ("stored", "present", "pending", "rejected")
-EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "lost_parent")
-LEASE_ENDS = ("release", "finish", "expiry", "death", "replaced", "lost")
+EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "corrupt")
+LEASE_ENDS = ("release", "finish", "expired", "death", "replaced", "lost")
+RESERVATION_ENDS = ("committed", "abort", "expired", "death")
+TIMED_METHODS = {"Lookup": "kvstore_lookup_seconds", "Commit": "kvstore_commit_seconds"}
 METHODS = (
     "OpenSession", "Attach", "Lookup", "Restore", "CancelRestore", "Release", "Renew",
     "FinishRequest", "Reserve", "Commit", "Abort", "ReportStep", "ReportTransfer", "Session",
@@ -72,8 +74,7 @@ TABLE = (
     Row("kvstore_pinned_bytes", GAUGE, "Bytes of blocks that pins keep."),
     Row("kvstore_reserved_bytes", GAUGE, "Bytes of slots reserved by puts under way."),
     Row(
-        "kvstore_lookups_total", COUNTER,
-        "Lookups by how much they found of their full blocks.", {"result": RESULTS},
+        "kvstore_lookups_total", COUNTER, "Lookups by their answer.", {"answer": ANSWERS},
     ),
     Row("kvstore_lookup_tokens_total", COUNTER, "Tokens looked up."),
     Row(
@@ -93,7 +94,6 @@ TABLE = (
         "Time the owner thread was late for its own timer.", buckets=HANDLER_BUCKETS,
     ),
     Row("kvstore_put_blocks_total", COUNTER, "Blocks of puts.", {"outcome": OUTCOMES}),
-    Row("kvstore_put_bytes_total", COUNTER, "Payload bytes that became READY."),
     Row(
         "kvstore_restored_bytes_total", COUNTER,
         "Payload bytes handed to clients to restore from.", TIER,
@@ -111,16 +111,8 @@ TABLE = (
         {**TIER, "reason": EVICTION_REASONS},
     ),
     Row(
-        "kvstore_evicted_bytes_total", COUNTER, "Bytes that left a tier.",
-        {**TIER, "reason": EVICTION_REASONS},
-    ),
-    Row(
         "kvstore_corrupt_blocks_total", COUNTER,
         "Blocks that did not match their checksum; each was a miss.", TIER,
-    ),
-    Row(
-        "kvstore_quarantined_blocks_total", COUNTER,
-        "Blocks taken out because their bytes or a parent's are not trusted.", TIER,
     ),
     Row(
         "kvstore_readopted_blocks_total", COUNTER,
@@ -145,8 +137,8 @@ TABLE = (
         "Requests cut short or refused by a configured limit.", {"limit": LIMITS},
     ),
     Row(
-        "kvstore_reservations_expired_total", COUNTER,
-        "Reservations given up by time to live or by their client's death.",
+        "kvstore_reservations_ended_total", COUNTER, "Reservations ended.",
+        {"reason": RESERVATION_ENDS},
     ),
     Row("kvstore_leases_ended_total", COUNTER, "Leases ended.", {"reason": LEASE_ENDS}),
     Row(
@@ -254,12 +246,10 @@ class Metrics(Recorder):
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self.number("kvstore_build_info", kvstore.__version__, platform.python_version()).add()
-        self._results = {r: self.number("kvstore_lookups_total", r) for r in RESULTS}
+        self._answers = {a: self.number("kvstore_lookups_total", a) for a in ANSWERS}
         self._lookup_tokens = self.number("kvstore_lookup_tokens_total")
         self._hit_tokens = {t: self.number("kvstore_hit_tokens_total", t) for t in TIERS}
-        self._lookup_seconds = self.families["kvstore_lookup_seconds"].histogram()
-        self._commit_seconds = self.families["kvstore_commit_seconds"].histogram()
-        self._loop_stall = self.families["kvstore_loop_stall_seconds"].histogram()
+        self._seconds = {m: self.histogram(name) for m, name in TIMED_METHODS.items()}
         self._rpcs: dict[tuple[str, str], Number] = {}
 
     def number(self, name: str, *labels: str) -> Number:
@@ -281,97 +271,86 @@ class Metrics(Recorder):
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def lookup(
-        self, result: str, tokens: int, hit_tokens: int, seconds: float, tier: str = "host"
-    ) -> None:
-        self._results[result].value += 1
-        self._lookup_tokens.value += tokens
-        if hit_tokens:
-            self.hit(tier, hit_tokens)
-        self._lookup_seconds.observe(seconds)
-
-    def hit(self, tier: str, tokens: int) -> None:
-        number = self._hit_tokens.get(tier) or self.number("kvstore_hit_tokens_total", tier)
-        number.value += tokens
-
-    def commit(self, seconds: float) -> None:
-        self._commit_seconds.observe(seconds)
-
-    def put_blocks(self, outcome: str, count: int) -> None:
-        self.number("kvstore_put_blocks_total", outcome).add(count)
-
-    def put_bytes(self, count: int) -> None:
-        self.number("kvstore_put_bytes_total").add(count)
-
-    def restored(self, tier: str, count: int) -> None:
-        self.number("kvstore_restored_bytes_total", tier).add(count)
-
-    def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
-        self.number("kvstore_evicted_blocks_total", tier, reason).add(blocks)
-        self.number("kvstore_evicted_bytes_total", tier, reason).add(byte_count)
-
-    def corrupt(self, tier: str, blocks: int = 1) -> None:
-        self.number("kvstore_corrupt_blocks_total", tier).add(blocks)
-
-    def quarantined(self, tier: str, blocks: int = 1) -> None:
-        self.number("kvstore_quarantined_blocks_total", tier).add(blocks)
-
-    def readopted(self, tier: str, blocks: int) -> None:
-        self.number("kvstore_readopted_blocks_total", tier).add(blocks)
-
-    def copied(self, link: str, byte_count: int, seconds: float) -> None:
-        self.number("kvstore_copied_bytes_total", link).add(byte_count)
-        self.histogram("kvstore_copy_seconds", link).observe(seconds)
-
-    def queue_rejected(self, link: str, blocks: int = 1) -> None:
-        self.number("kvstore_queue_rejected_blocks_total", link).add(blocks)
-
-    def rpc(self, method: str, status: str) -> None:
+    def rpc(self, method: str, status: str, seconds: float | None = None) -> None:
         number = self._rpcs.get((method, status))
         if number is None:
             number = self.number("kvstore_rpcs_total", method, status)
             self._rpcs[method, status] = number
         number.value += 1
+        if seconds is not None and method in self._seconds:
+            self._seconds[method].observe(seconds)
 
-    def limit_rejected(self, limit: str) -> None:
+    def lookup(self, hit_tokens: int, total_tokens: int, answer: str, tier: str = "host") -> None:
+        self._answers[answer].value += 1
+        self._lookup_tokens.value += total_tokens
+        if hit_tokens:
+            self.hit(tier, hit_tokens)
+
+    def hit(self, tier: str, tokens: int) -> None:
+        number = self._hit_tokens.get(tier) or self.number("kvstore_hit_tokens_total", tier)
+        number.value += tokens
+
+    def restored(self, tier: str, byte_count: int) -> None:
+        self.number("kvstore_restored_bytes_total", tier).add(byte_count)
+
+    def put(self, outcome: str, block_count: int) -> None:
+        self.number("kvstore_put_blocks_total", outcome).add(block_count)
+
+    def moved(self, link: str, byte_count: int, seconds: float) -> None:
+        self.number("kvstore_copied_bytes_total", link).add(byte_count)
+        self.histogram("kvstore_copy_seconds", link).observe(seconds)
+
+    def queue_rejected(self, link: str, block_count: int = 1) -> None:
+        self.number("kvstore_queue_rejected_blocks_total", link).add(block_count)
+
+    def evicted(self, tier: str, reason: str, block_count: int) -> None:
+        self.number("kvstore_evicted_blocks_total", tier, reason).add(block_count)
+
+    def corrupt(self, tier: str, block_count: int = 1) -> None:
+        self.number("kvstore_corrupt_blocks_total", tier).add(block_count)
+
+    def readopted(self, tier: str, block_count: int) -> None:
+        self.number("kvstore_readopted_blocks_total", tier).add(block_count)
+
+    def limit_reached(self, limit: str) -> None:
         self.number("kvstore_limit_rejections_total", limit).add()
 
-    def reservation_expired(self, count: int = 1) -> None:
-        self.number("kvstore_reservations_expired_total").add(count)
+    def reservation_ended(self, reason: str) -> None:
+        self.number("kvstore_reservations_ended_total", reason).add()
 
-    def lease_ended(self, reason: str, count: int = 1) -> None:
-        self.number("kvstore_leases_ended_total", reason).add(count)
+    def lease_ended(self, reason: str) -> None:
+        self.number("kvstore_leases_ended_total", reason).add()
 
     def events_dropped(self, count: int) -> None:
         self.number("kvstore_events_dropped_total").add(count)
 
     def loop_stall(self, seconds: float) -> None:
-        self._loop_stall.observe(seconds)
+        self.histogram("kvstore_loop_stall_seconds").observe(seconds)
 
-    def set_sessions(self, sessions: int, spaces: int) -> None:
-        self._set("kvstore_sessions", sessions)
-        self._set("kvstore_spaces", spaces)
+    def set_sessions(self, session_count: int, space_count: int) -> None:
+        self._set("kvstore_sessions", session_count)
+        self._set("kvstore_spaces", space_count)
 
     def set_leases(
-        self, leases: int, leased_bytes: int, pinned_bytes: int, reserved_bytes: int
+        self, lease_count: int, leased_bytes: int, pinned_bytes: int, reserved_bytes: int
     ) -> None:
-        self._set("kvstore_leases", leases)
+        self._set("kvstore_leases", lease_count)
         self._set("kvstore_leased_bytes", leased_bytes)
         self._set("kvstore_pinned_bytes", pinned_bytes)
         self._set("kvstore_reserved_bytes", reserved_bytes)
 
-    def set_index(self, blocks: int, runs: int) -> None:
-        self._set("kvstore_index_blocks", blocks)
-        self._set("kvstore_index_runs", runs)
+    def set_index(self, block_count: int, run_count: int) -> None:
+        self._set("kvstore_index_blocks", block_count)
+        self._set("kvstore_index_runs", run_count)
 
     def set_tier(
-        self, tier: str, capacity: int, used: int, free: int, resting: int, blocks: int
+        self, tier: str, capacity: int, used: int, free: int, resting: int, block_count: int
     ) -> None:
         self._set("kvstore_tier_capacity_bytes", capacity, tier)
         self._set("kvstore_tier_used_bytes", used, tier)
         self._set("kvstore_tier_free_bytes", free, tier)
         self._set("kvstore_tier_resting_bytes", resting, tier)
-        self._set("kvstore_tier_blocks", blocks, tier)
+        self._set("kvstore_tier_blocks", block_count, tier)
 
     def set_queue(self, link: str, byte_count: int) -> None:
         self._set("kvstore_queue_bytes", byte_count, link)

@@ -9,79 +9,71 @@ from __future__ import annotations
 class Recorder:
     """Does nothing with what it is told: the default of every part that takes a recorder."""
 
-    def lookup(
-        self, result: str, tokens: int, hit_tokens: int, seconds: float, tier: str = "host"
-    ) -> None:
-        """One lookup of `tokens` tokens found the first `hit_tokens` in `tier`.
+    def rpc(self, method: str, status: str, seconds: float | None = None) -> None:
+        """One call was answered with a gRPC status name, over any transport.
 
-        `result` is `hit` (every full block), `partial` or `miss`; tokens that further tiers add
-        to the same prefix are told with `hit`.
+        `seconds` is what its handler took of the owner thread, where that was measured.
+        """
+
+    def lookup(self, hit_tokens: int, total_tokens: int, answer: str, tier: str = "host") -> None:
+        """One lookup of `total_tokens` found the first `hit_tokens`, and said `answer`.
+
+        `answer` is `hit` (a prefix was found), `pending` (only blocks still being written) or
+        `miss`. Tokens that further tiers add to the same prefix are told with `hit`.
         """
 
     def hit(self, tier: str, tokens: int) -> None:
         """A lookup's prefix goes on for `tokens` tokens in another tier."""
 
-    def commit(self, seconds: float) -> None:
-        """The handler of one Commit took `seconds` of the owner thread."""
+    def restored(self, tier: str, byte_count: int) -> None:
+        """Payload bytes were handed to a client to restore from."""
 
-    def put_blocks(self, outcome: str, count: int) -> None:
-        """`count` blocks of a put were `stored`, `present`, `pending` or `rejected`."""
+    def put(self, outcome: str, block_count: int) -> None:
+        """Blocks of a put were `stored`, `present`, `pending` or `rejected`."""
 
-    def put_bytes(self, count: int) -> None:
-        """`count` payload bytes became READY."""
-
-    def restored(self, tier: str, count: int) -> None:
-        """`count` payload bytes were handed to a client to restore from."""
-
-    def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
-        """Blocks left `tier` to make room (`capacity`, `quota`) or by order (`clear`, ...)."""
-
-    def corrupt(self, tier: str, blocks: int = 1) -> None:
-        """Blocks did not match their checksum and became misses."""
-
-    def quarantined(self, tier: str, blocks: int = 1) -> None:
-        """Blocks were taken out with their descendants because their bytes are not trusted."""
-
-    def readopted(self, tier: str, blocks: int) -> None:
-        """Blocks of an earlier daemon were found good at the start."""
-
-    def copied(self, link: str, byte_count: int, seconds: float) -> None:
+    def moved(self, link: str, byte_count: int, seconds: float) -> None:
         """One copy over `link` (`staging>host`) ended after `seconds`, queueing left out."""
 
-    def queue_rejected(self, link: str, blocks: int = 1) -> None:
+    def queue_rejected(self, link: str, block_count: int = 1) -> None:
         """Blocks found the queue of `link` full and were skipped."""
 
-    def rpc(self, method: str, status: str) -> None:
-        """One call was answered with a gRPC status name, over any transport."""
+    def evicted(self, tier: str, reason: str, block_count: int) -> None:
+        """Blocks left `tier` to make room (`capacity`, `quota`) or by order (`clear`, ...)."""
 
-    def limit_rejected(self, limit: str) -> None:
+    def corrupt(self, tier: str, block_count: int = 1) -> None:
+        """Blocks did not match their checksum and became misses."""
+
+    def readopted(self, tier: str, block_count: int) -> None:
+        """Blocks of an earlier daemon were found good at the start."""
+
+    def limit_reached(self, limit: str) -> None:
         """A request met the limit that the key `limits.<limit>` sets."""
 
-    def reservation_expired(self, count: int = 1) -> None:
-        """Reservations were given up by their time to live or their client's death."""
+    def reservation_ended(self, reason: str) -> None:
+        """A reservation ended: `committed`, `abort`, `expired` or `death`."""
 
-    def lease_ended(self, reason: str, count: int = 1) -> None:
-        """Leases ended by `release`, `finish`, `expiry`, `death`, `replaced` or `lost`."""
+    def lease_ended(self, reason: str) -> None:
+        """A lease ended: `release`, `finish`, `expired`, `death`, `replaced` or `lost`."""
 
     def events_dropped(self, count: int) -> None:
         """Events left the buffer before a subscriber read them."""
 
     def loop_stall(self, seconds: float) -> None:
-        """The owner thread was kept busy by one piece of work for `seconds`."""
+        """The owner thread was late for its own timer by `seconds`."""
 
-    def set_sessions(self, sessions: int, spaces: int) -> None:
+    def set_sessions(self, session_count: int, space_count: int) -> None:
         """Sessions open and spaces known now."""
 
     def set_leases(
-        self, leases: int, leased_bytes: int, pinned_bytes: int, reserved_bytes: int
+        self, lease_count: int, leased_bytes: int, pinned_bytes: int, reserved_bytes: int
     ) -> None:
         """Leases held now, and the bytes that leases, pins and reservations hold."""
 
-    def set_index(self, blocks: int, runs: int) -> None:
+    def set_index(self, block_count: int, run_count: int) -> None:
         """Blocks and runs in the prefix index now."""
 
     def set_tier(
-        self, tier: str, capacity: int, used: int, free: int, resting: int, blocks: int
+        self, tier: str, capacity: int, used: int, free: int, resting: int, block_count: int
     ) -> None:
         """A tier's bytes now: used + free + resting == capacity; and its READY blocks."""
 
