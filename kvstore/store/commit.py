@@ -1,0 +1,158 @@
+"""Commit, the second half of a put: copy from staging, hash our own copy, publish in order."""
+
+from __future__ import annotations
+
+from kvstore.core.completion import Completion
+from kvstore.core.errors import InvalidRequest, NotFound, TierError
+from kvstore.core.plan import BlockOutcome, CommitResult, CommitRun
+from kvstore.mover import COPY_LINK, Job, Moved
+from kvstore.store.parts import HOST, Parts
+from kvstore.store.publish import Publisher
+from kvstore.store.reservations import Reservation, ReservationTable
+from kvstore.store.sessions import Session
+
+JOB_BYTES = 2 << 20
+
+
+class CommitFlow:
+    """Publishes reserved blocks once their bytes are ours and checksummed."""
+
+    def __init__(self, parts: Parts, table: ReservationTable, publisher: Publisher) -> None:
+        self._parts = parts
+        self._table = table
+        self._publisher = publisher
+
+    def commit(
+        self, session: Session, reservation_id: int, runs: list[CommitRun]
+    ) -> Completion[list[CommitResult]]:
+        """Copies reserved blocks from `runs`; answers when all of their copies are over.
+
+        The sources must stay untouched until then. Raises NotFound for a reservation that ended,
+        InvalidRequest for a block that does not wait in it.
+        """
+        reservation = self._table.get(reservation_id)
+        if reservation is None or reservation.session is not session:
+            raise NotFound(
+                f"reservation {reservation_id} is unknown: committed, aborted, or past its "
+                f"{self._parts.limits.staging_ttl_seconds} s; reserve again"
+            )
+        _check_positions(reservation, runs)
+        pieces = [piece for run in runs for piece in _pieces(run)]
+        for piece in pieces:
+            for position in _positions(piece):
+                reservation.copying[position] = reservation.waiting.pop(position)
+        self._table.extend(reservation)
+        answer: Completion[list[CommitResult]] = Completion()
+        results: dict[int, CommitResult] = {}
+        if not pieces:
+            answer.resolve([])
+        for number, piece in enumerate(pieces):
+            self._copy(reservation, piece, number, results, len(pieces), answer)
+        return answer
+
+    def _copy(
+        self, reservation: Reservation, piece: CommitRun, number: int,
+        results: dict[int, CommitResult], wanted: int, answer: Completion[list[CommitResult]],
+    ) -> None:  # fmt: skip
+        parts, space = self._parts, reservation.attachment.space
+        targets = [
+            (reservation.copying[position], i * piece.stride)
+            for i, position in enumerate(_positions(piece))
+        ]
+        write, source, length = parts.host.write, piece.source, space.block_bytes
+
+        def done(moved: Moved) -> None:
+            reservation.session.copy_ended()
+            results[number] = self._copied(reservation, piece, moved)
+            if len(results) == wanted:
+                answer.resolve([results[i] for i in range(wanted)])
+
+        job = Job(
+            COPY_LINK, space.tenant, reservation.session.id, len(targets) * length,
+            lambda: [write(place, source[at : at + length]) for place, at in targets], done,
+        )  # fmt: skip
+        reservation.session.copy_started()
+        if not parts.mover.submit(job):
+            parts.recorder.queue_rejected(COPY_LINK)
+            done(Moved(None, TierError("the copy queue is full; put again later"), 0.0))
+
+    def _copied(self, reservation: Reservation, piece: CommitRun, moved: Moved) -> CommitResult:
+        """The copies of a piece are over: its blocks become COMMITTED, and READY where they can."""
+        parts, positions = self._parts, _positions(piece)
+        places = self._table.copied(reservation, positions)
+        length = reservation.attachment.space.block_bytes
+        if moved.error is None:
+            parts.recorder.copied(COPY_LINK, len(places) * length, moved.seconds)
+        reason = _refused(reservation, moved)
+        if reason:
+            self._table.give_up(reservation, dict(zip(positions, places, strict=True)))
+            outcomes = bytes(len(places))
+        else:
+            outcomes = self._publish(reservation, positions, places, moved.value)
+        self._table.settle(reservation)
+        for outcome in BlockOutcome:
+            if count := outcomes.count(outcome):
+                parts.recorder.put_blocks(outcome.name.lower(), count)
+        return CommitResult(piece.first_block, outcomes, reason)
+
+    def _publish(
+        self, reservation: Reservation, positions: range, places: list[int], checksums: list[bytes]
+    ) -> bytes:
+        parts, attachment = self._parts, reservation.attachment
+        path = parts.index.path(reservation.anchor, positions[0])
+        left = iter(places)
+        runs = []
+        for run, start, stop in path:
+            taken = [(i, place) for i, place in zip(range(start, stop), left, strict=False)]
+            for i, place in taken:
+                parts.index.commit(run, i, attachment.shard, HOST, place)
+            runs.append(run)
+            if len(taken) < stop - start:
+                break
+        self._publisher.remember(places, checksums)
+        self._table.committed(reservation, positions)
+        ready = self._publisher.publish(runs)
+        self._table.published(attachment.space.number)
+        return bytes(BlockOutcome.STORED if p in ready else BlockOutcome.PENDING for p in places)
+
+
+def _check_positions(reservation: Reservation, runs: list[CommitRun]) -> None:
+    seen: set[int] = set()
+    for run in runs:
+        for position in _positions(run):
+            if position not in reservation.waiting or position in seen:
+                raise InvalidRequest(
+                    f"block {position} does not wait in reservation {reservation.id}; commit each "
+                    "wanted block once"
+                )
+            seen.add(position)
+
+
+def _refused(reservation: Reservation, moved: Moved) -> str:
+    """Why copied blocks may not be published; empty when they may."""
+    space = reservation.attachment.space
+    if moved.error is not None:
+        return f"the copy failed: {moved.error}"
+    if space.epoch != reservation.epoch or space.closing:
+        return f"epoch {reservation.epoch} of the space is over; put again"
+    if reservation.ended:
+        return "the reservation ended before its copies did; reserve again"
+    if reservation.lost or reservation.anchor.run is None:
+        return "the prefix that these blocks extend is gone; put from its start"
+    return ""
+
+
+def _positions(run: CommitRun) -> range:
+    return range(run.first_block, run.first_block + run.block_count)
+
+
+def _pieces(run: CommitRun) -> list[CommitRun]:
+    """`run` in parts of about 2 MiB, so that several workers share it."""
+    step = max(1, JOB_BYTES // run.stride)
+    return [
+        CommitRun(
+            run.first_block + i, min(step, run.block_count - i), run.source[i * run.stride :],
+            run.stride,
+        )
+        for i in range(0, run.block_count, step)
+    ]  # fmt: skip

@@ -1,0 +1,103 @@
+"""Evict, quarantine, clear: how blocks leave, and what becomes of those that held them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvstore.core.keys import BLOCK_KEY_BYTES
+from kvstore.core.space import Space
+from kvstore.policies.index import Anchor, Removed, Run, Span
+from kvstore.policies.residency import Drop
+from kvstore.store.parts import HOST, TIER_NAMES, Parts
+from kvstore.store.sessions import Session
+
+
+class Remover:
+    """Carries removals out: slots un-published, events sent, holders told.
+
+    `on_lost(owner id)` hears of reservations and pins whose blocks are gone; it runs deferred.
+    """
+
+    def __init__(self, parts: Parts, on_lost: Callable[[int], None]) -> None:
+        self._parts = parts
+        self._on_lost = on_lost
+
+    def drop(self, action: Drop) -> None:
+        """Evicts the tail of a run from its tier."""
+        removed = self._parts.index.remove(action.run, action.keep)
+        self.removed(action.run.root.space, removed, action.reason)
+
+    def make_room(self, space: Space, byte_count: int) -> None:
+        """Evicts what the policy gives up until `byte_count` is free or nothing more may go."""
+        for action in self._parts.residency.make_room(HOST, space.pool, space.tenant, byte_count):
+            self.drop(action)
+
+    def removed(self, space: Space, removed: Removed, reason: str) -> None:
+        """Un-publishes what the index let go of; slots under a lease rest until it ends."""
+        parts = self._parts
+        places = removed.places[HOST]
+        keys = self._published_keys(places)
+        if parts.unverified:
+            parts.unverified.difference_update(places)
+        if parts.checksums:
+            for place in places:
+                parts.checksums.pop(place, None)
+        parts.retired.retire(places, self._part_with(removed.anchors))
+        if keys:
+            count = len(keys) // BLOCK_KEY_BYTES
+            byte_count = count * space.slot_bytes * space.shard_count
+            parts.recorder.evicted(TIER_NAMES[HOST], reason, count, byte_count)
+            parts.events.removed(space, TIER_NAMES[HOST], keys)
+
+    def _published_keys(self, places: list[int]) -> bytes:
+        """Keys of the READY blocks among `places`, one a block whatever its shards.
+
+        Read from the slots' headers: to chain them again would cost a hash for each block before.
+        """
+        host, keys = self._parts.host, []
+        for place in places:
+            if host.generation(place):
+                header = host.header(place)
+                if header.shard == 0:
+                    keys.append(header.key)
+        return b"".join(keys)
+
+    def quarantine(self, place: int) -> None:
+        """Drops a block whose bytes no longer match, and all that depends on it."""
+        parts = self._parts
+        raw = place.to_bytes(8, "little", signed=True)
+        for run in parts.index.runs():
+            if raw in run.places:
+                block = self._block_at(run, place)
+                if block is not None:
+                    parts.recorder.corrupt(TIER_NAMES[HOST], 1)
+                    self.removed(run.root.space, parts.index.remove(run, block), "corrupt")
+                    return
+
+    def _block_at(self, run: Run, place: int) -> int | None:
+        for shard in range(run.root.space.shard_count):
+            column = self._parts.index.places([Span(run, 0, run.ready)], HOST, shard).tolist()
+            if place in column:
+                return column.index(place)
+        return None
+
+    def _part_with(self, anchors: Iterable[Anchor]) -> list[int]:
+        """Tells the owners of dead anchors; answers with those that may still be reading."""
+        parts = self._parts
+        readers: list[int] = []
+        lost: dict[Session, list[int]] = {}
+        for anchor in anchors:
+            owner = anchor.owner
+            lease = parts.leases.get(owner)
+            if lease is not None:
+                readers.append(owner)
+                for session in lease.engine.sessions:
+                    lost.setdefault(session, []).append(owner)
+            elif owner in parts.readers:
+                readers.append(owner)
+            else:
+                parts.defer(lambda owner=owner: self._on_lost(owner))
+        for session, lease_ids in lost.items():
+            if session.notify is not None:
+                session.notify("lost_leases", lease_ids)
+        return readers

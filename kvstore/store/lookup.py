@@ -1,0 +1,243 @@
+"""Lookup: the longest stored prefix of a prompt, a lease on it, and where its blocks lie.
+
+walk the index (in slices) -> check adopted bytes not yet verified -> limits -> lease -> slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from kvstore.core.completion import Completion
+from kvstore.core.errors import Draining
+from kvstore.core.lease import Lease
+from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestorePlan, Slots
+from kvstore.core.spec import root_digest
+from kvstore.policies.index import Walk
+from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
+from kvstore.store.sessions import Attachment
+from kvstore.store.verify import Verifier
+
+RECOMPUTE_ALL = RestorePlan("recompute_all")
+
+
+class LookupFlow:
+    """Answers lookups. Nothing changes but leases, recency, and statistics."""
+
+    def __init__(self, parts: Parts, verifier: Verifier) -> None:
+        self._parts = parts
+        self._verifier = verifier
+
+    def lookup(
+        self, attachment: Attachment, query: Query, local_tokens: int
+    ) -> LookupResult | Completion[LookupResult]:
+        """The match of `query`; later when it takes more than one slice, or bytes need a check."""
+        parts = self._parts
+        if parts.draining:
+            raise Draining("the daemon is draining and grants no new leases; recompute")
+        same = self._repeated(attachment, query, local_tokens)
+        if same is not None:
+            return same
+        root = parts.index.find_root(
+            attachment.space,
+            root_digest(attachment.space.id, query.adapter, query.cache_salt),
+        )
+        if root is None or attachment.space.closing:
+            return self._answer(attachment, query, local_tokens, None)
+        walk = parts.index.walk(root, query.chain)
+        if not walk.step(SLICE_BLOCKS):
+            finish = partial(self._walked, attachment, query, local_tokens, walk)
+            return self._in_slices(walk, finish)
+        return self._walked(attachment, query, local_tokens, walk)
+
+    def _in_slices(self, walk: Walk, finish: Callable[[], Any]) -> Completion[LookupResult]:
+        answer: Completion[LookupResult] = Completion()
+
+        def go_on() -> None:
+            if not walk.step(SLICE_BLOCKS):
+                self._parts.defer(go_on)
+                return
+            settle(answer, finish)
+
+        self._parts.defer(go_on)
+        return answer
+
+    def _walked(
+        self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk
+    ) -> LookupResult | Completion[LookupResult]:
+        if not self._parts.unverified or not walk.ready_blocks:
+            return self._answer(attachment, query, local_tokens, walk)
+        if self._verifier.checked_blocks(walk) == walk.ready_blocks:
+            return self._answer(attachment, query, local_tokens, walk)
+        # Adopted bytes answer nobody before they were hashed again. One bounded part is checked
+        # now; what lies beyond it counts as pending.
+        answer: Completion[LookupResult] = Completion()
+
+        def checked() -> None:
+            settle(answer, lambda: self._answer(attachment, query, local_tokens, walk))
+
+        if not self._verifier.verify_first(walk, checked):
+            return self._answer(attachment, query, local_tokens, walk)
+        return answer
+
+    def _answer(
+        self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk | None
+    ) -> LookupResult:
+        if walk is not None and (attachment.session.closed or attachment.space.closing):
+            walk = None
+        block_size = attachment.space.block_size
+        wanted = query.chain.block_count
+        ready = self._ready_blocks(walk)
+        pending = (walk.known_blocks - ready) * block_size if walk is not None else 0
+        granted, limit = self._within_limits(attachment, ready)
+        matched, local = granted * block_size, min(local_tokens, granted * block_size)
+        found = "hit" if granted == wanted and granted else "partial" if granted else "miss"
+        self._parts.recorder.lookup(found, wanted * block_size, matched, 0.0)
+        if not granted or walk is None:
+            reason = limit or _miss_reason(wanted, pending)
+            return LookupResult(0, 0, pending, RECOMPUTE_ALL, reason)
+        return self._grant(attachment, query, local_tokens, walk, granted, pending, limit, local)
+
+    def _grant(
+        self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk, granted: int,
+        pending: int, limit: str, local: int,
+    ) -> LookupResult:  # fmt: skip
+        parts, space = self._parts, attachment.space
+        matched = granted * space.block_size
+        path = cut_path(walk.path, granted)
+        old = parts.leases.of_request(attachment, query.request_id) if query.request_id else None
+        path = parts.residency.access(path)
+        lease = parts.leases.add(attachment, query.request_id, local_tokens, granted)
+        run, _, stop = path[-1]
+        lease.anchor = parts.index.anchor(run, stop, lease.id)
+        if old is not None:
+            parts.leases.end(old, "replaced")
+        restored = matched - local
+        lease.result = LookupResult(
+            matched_tokens=matched,
+            restore_tokens=restored,
+            pending_tokens=pending,
+            plan=load_all(matched, local, pending),
+            reason=limit or _load_reason(restored, local),
+            lease_id=lease.id,
+            lease_ttl_seconds=parts.leases.ttl_seconds,
+            slots=self.slots(lease, path, local // space.block_size),
+        )
+        if query.request_id:
+            lease.symbols_digest = _digest(query)
+        return lease.result
+
+    def slots(self, lease: Lease, path: list[Any], first_block: int) -> Slots:
+        """Where the blocks of `path` from `first_block` on lie, and their generations."""
+        parts = self._parts
+        places = parts.index.places(path, HOST, lease.attachment.shard)
+        if first_block:
+            places = places[first_block - path[0][0].first - path[0][1] :]
+        return Slots(first_block, places, parts.host.generations(places))
+
+    def _ready_blocks(self, walk: Walk | None) -> int:
+        if walk is None:
+            return 0
+        if self._parts.unverified:
+            return self._verifier.checked_blocks(walk)
+        return walk.ready_blocks
+
+    def _within_limits(self, attachment: Attachment, ready: int) -> tuple[int, str]:
+        """How many of `ready` blocks may be leased, and the limit that cut them, if one did."""
+        if not ready:
+            return 0, ""
+        parts, session, space = self._parts, attachment.session, attachment.space
+        limits, block = parts.limits, space.slot_bytes * space.shard_count
+        if session.lease_count >= limits.leases_per_session:
+            parts.recorder.limit_rejected("leases_per_session")
+            return 0, (
+                f"the session holds {session.lease_count} leases, the limit "
+                "limits.leases_per_session; release or finish requests"
+            )
+        tenant = parts.leases.by_tenant.get(space.tenant, 0)
+        for name, held in (
+            ("leased_bytes_per_session", session.leased_bytes),
+            ("leased_bytes_per_tenant", tenant),
+        ):
+            fit = max(0, int(getattr(limits, name)) - held) // block
+            if fit < ready:
+                parts.recorder.limit_rejected(name)
+                return fit, f"limits.{name} allows {fit} of {ready} matched blocks to be leased now"
+        return ready, ""
+
+    def _repeated(
+        self, attachment: Attachment, query: Query, local_tokens: int
+    ) -> LookupResult | None:
+        """The live answer of an identical lookup, its lease renewed; None when it differs."""
+        if not query.request_id:
+            return None
+        lease = self._parts.leases.of_request(attachment, query.request_id)
+        if lease is None or lease.anchor.run is None or lease.result.pending_tokens:
+            return None
+        if lease.local_tokens != local_tokens or lease.symbols_digest != _digest(query):
+            return None
+        if lease.attachment.shard != attachment.shard:
+            return None
+        self._parts.leases.renew(lease)
+        return lease.result
+
+
+def settle(answer: Completion[Any], finish: Callable[[], Any]) -> None:
+    """Resolves `answer` with what `finish` returns, raises, or completes later."""
+    try:
+        value = finish()
+    except Exception as error:
+        answer.fail(error)
+        return
+    if isinstance(value, Completion):
+        value.then(lambda done: settle(answer, done.result))
+    else:
+        answer.resolve(value)
+
+
+def cut_path(path: list[Any], block_count: int) -> list[Any]:
+    """The first `block_count` blocks of a walk's path."""
+    cut, left = [], block_count
+    for run, start, stop in path:
+        take = min(left, stop - start)
+        if take <= 0:
+            break
+        cut.append((run, start, start + take))
+        left -= take
+    return cut
+
+
+def load_all(matched: int, local: int, pending: int) -> RestorePlan:
+    """Restore everything that is there: the only plan until costs are measured."""
+    steps = [PlanStep(local, matched - local, "host")] if matched > local else []
+    if pending:
+        steps.append(PlanStep(matched, pending, RECOMPUTE))
+    return RestorePlan("load_all", tuple(steps))
+
+
+def _load_reason(restored: int, local: int) -> str:
+    if not restored:
+        return f"the engine already has all {local} matched tokens"
+    return f"load all {restored} tokens from host; restore and recompute costs are not measured yet"
+
+
+def _miss_reason(wanted: int, pending: int) -> str:
+    if not wanted:
+        return "the prompt has no full block"
+    if pending:
+        return f"{pending} tokens are being written by another request"
+    return "no block of this prefix is stored"
+
+
+def _digest(query: Query) -> bytes:
+    digest = xxhash.xxh3_128()
+    for text in (query.adapter, query.cache_salt):
+        raw = text.encode()
+        digest.update(len(raw).to_bytes(4, "little") + raw)
+    for segment in query.chain.segments:
+        digest.update(segment.width.to_bytes(4, "little"))
+        digest.update(segment.symbols)
+    return digest.digest()

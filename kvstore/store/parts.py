@@ -1,0 +1,90 @@
+"""What the flows of the store share: the owner's state, handed in once by the composition root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvstore.core.clock import Clock
+from kvstore.core.config import Config, LimitsSection
+from kvstore.core.recorder import Recorder
+from kvstore.core.space import Space
+from kvstore.events import EventLog
+from kvstore.mover import Mover
+from kvstore.policies.index import PrefixIndex
+from kvstore.policies.residency import Residency
+from kvstore.store.leases import LeaseTable
+from kvstore.store.retire import RetiredSlots
+from kvstore.store.sessions import Engine, Session
+from kvstore.tiers.base import AddressableTier
+
+HOST = 0
+TIER_NAMES = ("host",)
+RESERVE_BLOCKS_MAX = 1024
+SLICE_BLOCKS = 1024
+
+
+class SpaceRecord(Protocol):
+    """Durable memory of spaces, their epochs and clears; each call is on disk when it returns."""
+
+    def remember(self, space: Space) -> None:
+        """Writes a new space down, so that its blocks are known after a restart."""
+        ...
+
+    def epoch_of(self, space_id: bytes) -> int: ...
+
+    def bump(self, space: Space) -> int:
+        """The space's next epoch."""
+        ...
+
+    def mark_cleared(self, space: Space) -> None:
+        """Blocks of the space written until now never come back."""
+        ...
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a flow may touch. Only the owner thread does.
+
+    `defer` runs a callable soon, after other work has had its turn: long flows go on through it a
+    slice at a time. `next_id` numbers leases, reservations, pins and readers in one sequence.
+    `unverified` holds places of adopted blocks not hashed again yet, `checksums` those of blocks
+    written but not yet READY.
+    """
+
+    config: Config
+    clock: Clock
+    index: PrefixIndex
+    residency: Residency
+    host: AddressableTier
+    mover: Mover
+    events: EventLog
+    recorder: Recorder
+    record: SpaceRecord
+    defer: Callable[[Callable[[], None]], None]
+    next_id: Callable[[], int]
+    leases: LeaseTable
+    retired: RetiredSlots
+    spaces: dict[bytes, Space] = field(default_factory=dict)
+    sessions: dict[int, Session] = field(default_factory=dict)
+    engines: dict[Any, Engine] = field(default_factory=dict)
+    unverified: set[int] = field(default_factory=set)
+    checksums: dict[int, bytes] = field(default_factory=dict)
+    readers: set[int] = field(default_factory=set)
+    draining: bool = False
+    readopted_blocks: int = 0
+
+    @property
+    def limits(self) -> LimitsSection:
+        return self.config.limits
+
+    def start_reading(self) -> int:
+        """A new reader's id: anchors with it keep a block's slot while a worker reads it."""
+        reader = self.next_id()
+        self.readers.add(reader)
+        return reader
+
+    def stop_reading(self, reader: int) -> None:
+        self.readers.discard(reader)
+        self.retired.reader_ended(reader)

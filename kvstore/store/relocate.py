@@ -1,0 +1,103 @@
+"""Relocate: moves unleased blocks aside so that their memory can serve another block size."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from kvstore.core.space import Space
+from kvstore.mover import COPY_LINK, Job, Moved
+from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
+
+
+class Relocator:
+    """Empties the chunks that a tier wants to hand to another size class, in the background.
+
+    A block under a lease stays until the lease ends; the next shortage asks again.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._active: set[str] = set()
+
+    def start(self, space: Space) -> None:
+        """Called when a space found no slot: begins to make some of other sizes' memory."""
+        if space.pool in self._active:
+            return
+        symbol = max(space.spec.symbol_bytes, 64)
+        places = set(self._parts.host.drain_candidates(space.block_bytes, symbol, space.pool))
+        if not places:
+            return
+        self._active.add(space.pool)
+        runs = deque(self._parts.index.runs())
+        self._parts.defer(lambda: self._scan(space.pool, runs, places))
+
+    def _scan(self, pool: str, runs: deque[Any], places: set[int]) -> None:
+        """Finds the blocks of `places` in the index, a slice at a time, and moves each."""
+        left = SLICE_BLOCKS
+        while runs and places and left > 0:
+            run = runs.popleft()
+            left -= max(1, run.count)
+            if run.alive:
+                self._scan_run(run, places)
+        if runs and places:
+            self._parts.defer(lambda: self._scan(pool, runs, places))
+        else:
+            self._active.discard(pool)
+
+    def _scan_run(self, run: Any, places: set[int]) -> None:
+        space = run.root.space
+        for shard in range(space.shard_count):
+            column = self._parts.index.places([(run, 0, run.ready)], HOST, shard)
+            for i in np.flatnonzero(np.isin(column, list(places))).tolist():
+                place = int(column[i])
+                places.discard(place)
+                if not self._is_held(run, i):
+                    self._move(run, i, shard, place)
+
+    def _is_held(self, run: Any, i: int) -> bool:
+        """Whether an anchor covers block `i`: on the run itself, or on anything below."""
+        index = self._parts.index
+        return i < run.anchored_blocks() or index.anchored_below(run)
+
+    def _move(self, run: Any, i: int, shard: int, place: int) -> None:
+        parts, space = self._parts, run.root.space
+        host = parts.host
+        symbol = max(space.spec.symbol_bytes, 64)
+        target = host.reserve(space.block_bytes, symbol, 1, space.pool)
+        if not target:
+            return
+        generation, length = host.generation(place), space.block_bytes
+        reader = parts.start_reading()
+        anchor = parts.index.anchor(run, i + 1, reader)
+
+        def done(moved: Moved) -> None:
+            block = parts.index.path(anchor, 0)
+            parts.index.unanchor(anchor)
+            parts.stop_reading(reader)
+            unchanged = bool(block) and host.generation(place) == generation
+            if moved.error is None and unchanged and moved.value == host.checksum(place):
+                tree_run, _, stop = block[-1]
+                if self._is_held(tree_run, stop - 1):
+                    parts.retired.retire(target)
+                    return
+                header = host.header(place)
+                host.commit([(target[0], header, moved.value)])
+                parts.index.set_place(tree_run, stop - 1, shard, HOST, target[0])
+                if place in parts.unverified:
+                    parts.unverified.add(target[0])
+                    parts.unverified.discard(place)
+                parts.retired.retire([place])
+            else:
+                parts.retired.retire(target)
+
+        job = Job(
+            COPY_LINK, space.tenant, 0, length,
+            lambda: host.copy(place, target[0], length), done,
+        )  # fmt: skip
+        if not parts.mover.submit(job):
+            parts.index.unanchor(anchor)
+            parts.stop_reading(reader)
+            parts.retired.retire(target)

@@ -1,0 +1,176 @@
+"""Reservations: blocks somebody promised to write, the slots kept for them, and how they end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.core.lease import Deadlines
+from kvstore.store.evict import Remover
+from kvstore.store.parts import Parts
+from kvstore.store.sessions import Attachment, Session
+
+
+class Reservation:
+    """Wanted blocks of one Reserve, by position.
+
+    A block is in `waiting` (with its slot) until its copy starts, in `copying` until that ends, in
+    `committed` until it is READY: a shard ahead of its siblings, or of its parent. `lost` is set
+    when the index let the blocks go: their parent was cleared.
+    """
+
+    __slots__ = (
+        "anchor", "attachment", "committed", "copying", "ended", "epoch", "id", "lost", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, reservation_id: int, attachment: Attachment, epoch: int) -> None:
+        self.id = reservation_id
+        self.attachment = attachment
+        self.epoch = epoch
+        self.anchor: Any = None
+        self.waiting: dict[int, int] = {}
+        self.copying: dict[int, int] = {}
+        self.committed: set[int] = set()
+        self.lost = False
+        self.ended = False
+
+    @property
+    def session(self) -> Session:
+        return self.attachment.session
+
+
+class ReservationTable:
+    """Live reservations: each ends when all its blocks are READY, or aborted, or late."""
+
+    def __init__(self, parts: Parts, remover: Remover) -> None:
+        self._parts = parts
+        self._remover = remover
+        self._reservations: dict[int, Reservation] = {}
+        self._deadlines: Deadlines[int] = Deadlines()
+        self._unfinished: dict[int, set[Reservation]] = {}
+        self.reserved_bytes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    def get(self, reservation_id: int) -> Reservation | None:
+        return self._reservations.get(reservation_id)
+
+    def all(self) -> list[Reservation]:
+        return list(self._reservations.values())
+
+    def add(self, reservation: Reservation) -> None:
+        self._reservations[reservation.id] = reservation
+        reservation.session.reservations[reservation.id] = reservation
+        self.extend(reservation)
+        self._count(reservation, len(reservation.waiting))
+
+    def extend(self, reservation: Reservation) -> None:
+        """Gives a reservation its full time from now."""
+        due = self._parts.clock.now() + self._parts.limits.staging_ttl_seconds
+        self._deadlines.set(reservation.id, due)
+
+    def tick(self, now: float) -> None:
+        for reservation_id in self._deadlines.pop_due(now):
+            self.end(self._reservations[reservation_id], "expired")
+
+    def end(self, reservation: Reservation, reason: str) -> None:
+        """Takes back what is not READY; running copies finish first and find it ended."""
+        if reservation.ended:
+            return
+        reservation.ended = True
+        self._deadlines.drop(reservation.id)
+        waiting, reservation.waiting = reservation.waiting, {}
+        committed, reservation.committed = reservation.committed, set()
+        self._count(reservation, -len(waiting))
+        self.give_up(reservation, {**waiting, **dict.fromkeys(committed)})
+        if reason != "aborted":
+            self._parts.recorder.reservation_expired()
+        self.settle(reservation)
+
+    def give_up(self, reservation: Reservation, blocks: dict[int, int | None]) -> None:
+        """Un-stages blocks and frees the slots they come with; last blocks first."""
+        self._parts.retired.retire([place for place in blocks.values() if place is not None])
+        for position in sorted(blocks, reverse=True):
+            self._unstage(reservation, position)
+
+    def copied(self, reservation: Reservation, positions: range) -> list[int]:
+        """Copies of these blocks are over; answers with their slots."""
+        self._count(reservation, -len(positions))
+        return [reservation.copying.pop(position) for position in positions]
+
+    def committed(self, reservation: Reservation, positions: range) -> None:
+        """These blocks are COMMITTED; they stay the reservation's until they are READY."""
+        reservation.committed.update(positions)
+        number = reservation.attachment.space.number
+        self._unfinished.setdefault(number, set()).add(reservation)
+
+    def published(self, space_number: int) -> None:
+        """Blocks of a space became READY: reservations that waited for them may be over."""
+        for reservation in list(self._unfinished.get(space_number, ())):
+            self._drop_ready(reservation)
+            self.settle(reservation)
+
+    def settle(self, reservation: Reservation) -> None:
+        """Removes a reservation that holds nothing any more."""
+        if not reservation.committed:
+            self._forget_unfinished(reservation)
+        if reservation.waiting or reservation.copying or reservation.committed:
+            return
+        if self._reservations.pop(reservation.id, None) is None:
+            return
+        reservation.ended = True
+        self._deadlines.drop(reservation.id)
+        del reservation.session.reservations[reservation.id]
+        self._parts.index.unanchor(reservation.anchor)
+
+    def block(self, reservation: Reservation, position: int) -> tuple[Any, int] | None:
+        """(run, block in it) of a position; None when it is gone."""
+        anchor = reservation.anchor
+        if anchor.run is None or position >= anchor.run.first + anchor.depth:
+            return None
+        run, start, _ = self._parts.index.path(anchor, position)[0]
+        return run, start
+
+    def check_integrity(self) -> None:
+        """Recounts reserved bytes; raises AssertionError."""
+        total = 0
+        for reservation in self._reservations.values():
+            held = len(reservation.waiting) + len(reservation.copying)
+            total += held * reservation.attachment.space.slot_bytes
+            assert reservation.session.reservations[reservation.id] is reservation
+        assert total == sum(self.reserved_bytes.values()), "reserved bytes are miscounted"
+
+    def _unstage(self, reservation: Reservation, position: int) -> None:
+        block = self.block(reservation, position)
+        if block is None:
+            return
+        run, i = block
+        if i >= run.ready:
+            removed = self._parts.index.unstage(run, i, reservation.attachment.shard)
+            self._remover.removed(reservation.attachment.space, removed, "unfinished")
+
+    def _drop_ready(self, reservation: Reservation) -> None:
+        ready = set()
+        for position in reservation.committed:
+            block = self.block(reservation, position)
+            if block is None or block[1] < block[0].ready:
+                ready.add(position)
+        reservation.committed -= ready
+
+    def _forget_unfinished(self, reservation: Reservation) -> None:
+        number = reservation.attachment.space.number
+        waiting = self._unfinished.get(number)
+        if waiting is not None:
+            waiting.discard(reservation)
+            if not waiting:
+                del self._unfinished[number]
+
+    def _count(self, reservation: Reservation, block_count: int) -> None:
+        space = reservation.attachment.space
+        amount = block_count * space.slot_bytes
+        reservation.session.reserved_bytes += amount
+        left = self.reserved_bytes.get(space.tenant, 0) + amount
+        if left:
+            self.reserved_bytes[space.tenant] = left
+        else:
+            self.reserved_bytes.pop(space.tenant, None)

@@ -1,0 +1,194 @@
+"""Reserve, the first half of a put: which blocks are wanted, and slots kept for them.
+
+walk the index -> stage absent blocks (STAGING) -> take slots, evicting if need be -> WANTED
+"""
+
+from __future__ import annotations
+
+from kvstore.core.completion import Completion
+from kvstore.core.errors import Draining, InvalidRequest
+from kvstore.core.plan import BlockOutcome, Query, ReserveResult
+from kvstore.core.space import Space
+from kvstore.core.spec import root_digest
+from kvstore.policies.index import StageAnswer, Staged, Walk
+from kvstore.store.evict import Remover
+from kvstore.store.lookup import settle
+from kvstore.store.parts import HOST, RESERVE_BLOCKS_MAX, SLICE_BLOCKS, Parts
+from kvstore.store.relocate import Relocator
+from kvstore.store.reservations import Reservation, ReservationTable
+from kvstore.store.sessions import Attachment
+
+OUTCOMES = bytes.maketrans(
+    bytes([StageAnswer.LEFT_OUT, StageAnswer.PRESENT, StageAnswer.PENDING, StageAnswer.WANTED]),
+    bytes([BlockOutcome.REJECTED, BlockOutcome.PRESENT, BlockOutcome.PENDING, BlockOutcome.WANTED]),
+)
+SYMBOL_BYTES_MIN = 64
+
+
+class ReserveFlow:
+    """Answers Reserve: partial grants, never waits."""
+
+    def __init__(
+        self, parts: Parts, table: ReservationTable, remover: Remover, relocator: Relocator
+    ) -> None:
+        self._parts = parts
+        self._table = table
+        self._remover = remover
+        self._relocator = relocator
+
+    def reserve(
+        self, attachment: Attachment, query: Query, first_block: int
+    ) -> ReserveResult | Completion[ReserveResult]:
+        """An outcome for each block from `first_block` on, WANTED ones with a slot kept."""
+        total = query.chain.block_count
+        if self._parts.draining:
+            raise Draining("the daemon is draining and takes no new blocks")
+        if first_block > total:
+            raise InvalidRequest(
+                f"first_block is {first_block} but the prompt has {total} full blocks"
+            )
+        last = min(total, first_block + RESERVE_BLOCKS_MAX)
+        reason = _refusal(attachment, query)
+        if reason or last == first_block:
+            return self._rejected(first_block, last, reason)
+        space, index = attachment.space, self._parts.index
+        root = index.root(space, root_digest(space.id, query.adapter, query.cache_salt))
+        walk = index.walk(root, query.chain if last == total else query.chain.cut(last))
+        if walk.step(SLICE_BLOCKS):
+            return self._stage(attachment, walk, first_block, last)
+        answer: Completion[ReserveResult] = Completion()
+
+        def go_on() -> None:
+            if not walk.step(SLICE_BLOCKS):
+                self._parts.defer(go_on)
+            else:
+                settle(answer, lambda: self._stage(attachment, walk, first_block, last))
+
+        self._parts.defer(go_on)
+        return answer
+
+    def _rejected(self, first_block: int, last: int, reason: str) -> ReserveResult:
+        self._parts.recorder.put_blocks("rejected", last - first_block)
+        return ReserveResult(0, first_block, bytes(last - first_block), 0.0, reason)
+
+    def _stage(
+        self, attachment: Attachment, walk: Walk, first_block: int, last: int
+    ) -> ReserveResult:
+        parts = self._parts
+        refusal = _walk_refusal(attachment, walk, first_block)
+        if refusal:
+            return self._rejected(first_block, last, refusal)
+        allowed, limit = self._allowed(attachment, last - first_block)
+        reservation = Reservation(parts.next_id(), attachment, attachment.space.epoch)
+        staged = parts.index.stage(
+            walk, walk.chain, attachment.shard, reservation.id, allowed, first_block, HOST
+        )
+        self._take_slots(reservation, staged)
+        if reservation.waiting:
+            self._table.add(reservation)
+        elif staged.anchor is not None:
+            parts.index.unanchor(staged.anchor)
+        outcomes = _outcomes(staged, reservation, first_block, last)
+        for outcome in (BlockOutcome.PRESENT, BlockOutcome.PENDING, BlockOutcome.REJECTED):
+            if count := outcomes.count(outcome):
+                parts.recorder.put_blocks(outcome.name.lower(), count)
+        return ReserveResult(
+            reservation.id if reservation.waiting else 0,
+            first_block,
+            outcomes,
+            parts.limits.staging_ttl_seconds,
+            _shortage(outcomes, limit),
+        )
+
+    def _allowed(self, attachment: Attachment, wanted: int) -> tuple[int, str]:
+        """How many blocks the limits let this session write now, and which limit cut it."""
+        limits, space = self._parts.limits, attachment.space
+        fits = {
+            "reserved_bytes_per_session": int(limits.reserved_bytes_per_session)
+            - attachment.session.reserved_bytes,
+            "reserved_bytes_per_tenant": int(limits.reserved_bytes_per_tenant)
+            - self._table.reserved_bytes.get(space.tenant, 0),
+        }
+        name, left = min(fits.items(), key=lambda item: item[1])
+        allowed = max(0, left) // space.slot_bytes
+        if allowed >= wanted:
+            return wanted, ""
+        self._parts.recorder.limit_rejected(name)
+        return allowed, f"limits.{name} leaves room for {allowed} blocks now"
+
+    def _take_slots(self, reservation: Reservation, staged: Staged) -> None:
+        """Gives wanted blocks their slots, first blocks first, and gives up those without one."""
+        reservation.anchor = staged.anchor
+        wanted = [i for i, a in enumerate(staged.answers) if a == StageAnswer.WANTED]
+        if not wanted:
+            return
+        places = self._slots(reservation.attachment.space, len(wanted))
+        reservation.waiting = dict(zip(wanted, places, strict=False))
+        self._table.give_up(reservation, dict.fromkeys(wanted[len(places) :]))
+
+    def _slots(self, space: Space, count: int) -> list[int]:
+        """Up to `count` slots: free ones, then those of victims the policy gives up."""
+        host = self._parts.host
+        count = self._within_quota(space, count)
+        places: list[int] = []
+        while count:
+            symbol = max(space.spec.symbol_bytes, SYMBOL_BYTES_MIN)
+            places += host.reserve(space.block_bytes, symbol, count - len(places), space.pool)
+            if len(places) == count:
+                break
+            free = host.usage(space.pool).free_bytes
+            self._remover.make_room(space, (count - len(places)) * space.slot_bytes)
+            if host.usage(space.pool).free_bytes <= free:
+                self._relocator.start(space)
+                break
+        return places
+
+    def _within_quota(self, space: Space, count: int) -> int:
+        """How many of `count` more blocks the tenant's cap allows, once its own have made room."""
+        residency = self._parts.residency
+        # The wanted blocks are counted already: they are staged.
+        over = -residency.room(HOST, space.pool, space.tenant)
+        if over > 0:
+            self._remover.make_room(space, over)
+            over = -residency.room(HOST, space.pool, space.tenant)
+        return max(0, count - max(0, -(-over // space.slot_bytes)))
+
+
+def _refusal(attachment: Attachment, query: Query) -> str:
+    if query.reuse.no_store:
+        return "the request asked not to be stored"
+    if attachment.space.closing:
+        return "the space is being cleared; put again"
+    return ""
+
+
+def _walk_refusal(attachment: Attachment, walk: Walk, first_block: int) -> str:
+    if attachment.session.closed:
+        return "the session is over"
+    if attachment.space.closing:
+        return "the space is being cleared; put again"
+    if walk.known_blocks < first_block:
+        return (
+            f"blocks before first_block {first_block} are not stored; "
+            f"put from block {walk.known_blocks} on"
+        )
+    return ""
+
+
+def _outcomes(staged: Staged, reservation: Reservation, first_block: int, last: int) -> bytes:
+    """Outcomes of blocks [first_block, last): WANTED only where a slot is kept."""
+    outcomes = bytearray(staged.answers[first_block:last].translate(OUTCOMES))
+    for i, outcome in enumerate(outcomes):
+        if outcome == BlockOutcome.WANTED and first_block + i not in reservation.waiting:
+            outcomes[i] = BlockOutcome.REJECTED
+    return bytes(outcomes).ljust(last - first_block, bytes([BlockOutcome.REJECTED]))
+
+
+def _shortage(outcomes: bytes, limit: str) -> str:
+    rejected = outcomes.count(BlockOutcome.REJECTED)
+    if not rejected:
+        return ""
+    return limit or (
+        f"no room for {rejected} blocks in host: what is there is leased, pinned, within another "
+        "tenant's floor, or being moved"
+    )
