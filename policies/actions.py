@@ -1,0 +1,67 @@
+"""What residency decides, and what it was told: the log that a replay is compared by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstore.policies.index import Run
+
+
+class Admit(NamedTuple):
+    """Blocks [start, stop) of `run` are READY, in `tier` at first."""
+
+    run: Run
+    start: int
+    stop: int
+    tier: int
+
+
+class Promote(NamedTuple):
+    """Copy blocks [start, stop) of `run` to a faster tier."""
+
+    run: Run
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+class Demote(NamedTuple):
+    """Move blocks from `keep` on to a slower tier, the last ones first."""
+
+    run: Run
+    keep: int
+    source: int
+    target: int
+
+
+class Drop(NamedTuple):
+    """Free the copies in `tier` of the blocks of `run` from `keep` on; `reason` says for what."""
+
+    run: Run
+    keep: int
+    tier: int
+    reason: str
+
+
+Action = Admit | Promote | Demote | Drop
+
+
+def action_line(action: Action) -> str:
+    """One line that is the same for the same action in a live run and in its replay.
+
+    Made when the action is, before it is carried out: what it speaks of moves on after.
+    """
+    run = action.run
+    start = action.start if isinstance(action, Admit | Promote) else action.keep
+    stop = action.stop if isinstance(action, Admit | Promote) else run.ready
+    where = f"{run.root.space.number}:{run.root.digest[:4].hex()}"
+    blocks = f"[{run.first + start}, {run.first + stop})"
+    verb = type(action).__name__.lower()
+    if isinstance(action, Admit):
+        rest = f"tier {action.tier}"
+    elif isinstance(action, Drop):
+        rest = f"tier {action.tier} for {action.reason}"
+    else:
+        rest = f"tier {action.source} to {action.target}"
+    return f"{verb} {where} {blocks} {rest}"

@@ -1,0 +1,210 @@
+"""Eviction policies: the protocol over runs, the registry, and the heap that most of them share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+from kvstore.policies.index import Run
+
+from kvstore.core.errors import InvalidRequest
+
+
+class EvictionPolicy(Protocol):
+    """Orders the leaf runs of one tier's pool by what is lost with them.
+
+    `Residency` keeps the shared history: `Run.hits` and `Run.touched` are up to date when a method
+    is called. An access to a run counts as one to its ancestors; only the run itself is told. The
+    policy may keep what it wants in `Run.policy`; a split hands the same object to both halves.
+    """
+
+    name: str
+
+    def on_insert(self, run: Run, start: int, stop: int) -> None:
+        """Blocks [start, stop) of `run` are in this tier now."""
+        ...
+
+    def on_access(self, run: Run) -> None:
+        """All of `run` was asked for. Must be O(1)."""
+        ...
+
+    def on_split(self, run: Run, tail: Run) -> None:
+        """`tail` is the end of what was `run`."""
+        ...
+
+    def on_merge(self, run: Run, tail: Run) -> None:
+        """`run` took `tail`, which is dead, over."""
+        ...
+
+    def on_cost(self, run: Run, seconds: float) -> None:
+        """Losing `run` would cost `seconds` of recomputing or restoring."""
+        ...
+
+    def on_remove(self, run: Run) -> None:
+        """`run` leaves; still linked to its parent, which may take its history over."""
+        ...
+
+    def on_leaf(self, run: Run) -> None:
+        """`run` has become a leaf in this tier: it may be a victim. May be told twice."""
+        ...
+
+    def park(self, run: Run) -> None:
+        """`run` cannot go now: not offered again before `unpark`."""
+        ...
+
+    def unpark(self, run: Run) -> None:
+        """Whatever held `run` may be over; nothing happens if it was not parked."""
+        ...
+
+    def victims(self, tenants: Collection[str]) -> Iterator[Run]:
+        """Leaf runs of `tenants`, the least worth first.
+
+        The same run comes again until it has gone or is parked; `tenants` may shrink meanwhile.
+        """
+        ...
+
+
+_FACTORIES: dict[str, Callable[[int], EvictionPolicy]] = {}
+
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Class decorator: files a policy under `name`; it is made with its tier's number."""
+
+    def file(factory: Any) -> Any:
+        assert name not in _FACTORIES, f"two policies are named {name}"
+        factory.name = name
+        _FACTORIES[name] = factory
+        return factory
+
+    return file
+
+
+def policy_names() -> list[str]:
+    """Names that `create` knows, sorted."""
+    return sorted(_FACTORIES)
+
+
+def create(name: str, tier: int = 0) -> EvictionPolicy:
+    """A new policy for one pool of `tier`; raises InvalidRequest for an unknown name."""
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        known = ", ".join(policy_names())
+        raise InvalidRequest(f"policy {name!r} is unknown; choose one of: {known}")
+    return factory(tier)
+
+
+class LeafHeap:
+    """Leaf runs of one tier by a key that only grows, one heap a tenant.
+
+    An entry's key is made good when it comes to the top, so an access costs nothing here. Entries
+    of runs that are gone, no leaves any more or parked are dropped at the top.
+    """
+
+    def __init__(self, tier: int, key: Callable[[Run], Any]):
+        self._tier = tier
+        self._key = key
+        self._heaps: dict[str, list[tuple[Any, Run]]] = {}
+        self._limits: dict[str, int] = {}
+        self._parked: set[Run] = set()
+
+    def push(self, run: Run) -> None:
+        """Files a run that is a leaf now."""
+        tenant = run.root.space.tenant
+        heap = self._heaps.setdefault(tenant, [])
+        heapq.heappush(heap, (self._key(run), run))
+        if len(heap) > self._limits.get(tenant, 64):
+            self._compact(tenant, heap)
+
+    def park(self, run: Run) -> None:
+        self._parked.add(run)
+
+    def unpark(self, run: Run) -> None:
+        if run in self._parked:
+            self._parked.discard(run)
+            if run.is_leaf(self._tier):
+                self.push(run)
+
+    def forget(self, run: Run) -> None:
+        """Drops what is kept for a run that goes."""
+        self._parked.discard(run)
+
+    def first(self, tenants: Collection[str]) -> Run | None:
+        """The run with the smallest key among `tenants`' leaves; it stays filed."""
+        best: tuple[Any, Run] | None = None
+        for tenant in tenants:
+            heap = self._heaps.get(tenant)
+            if heap:
+                top = self._settle(heap)
+                if top is None:
+                    del self._heaps[tenant]
+                elif best is None or top < best:
+                    best = top
+        return None if best is None else best[1]
+
+    def _settle(self, heap: list[tuple[Any, Run]]) -> tuple[Any, Run] | None:
+        """Makes the top entry a true one."""
+        while heap:
+            top = heap[0]
+            run = top[1]
+            if run in self._parked or not run.is_leaf(self._tier):
+                heapq.heappop(heap)
+                continue
+            key = self._key(run)
+            if key == top[0]:
+                return top
+            heapq.heapreplace(heap, (key, run))
+        return None
+
+    def _compact(self, tenant: str, heap: list[tuple[Any, Run]]) -> None:
+        """Drops dead and double entries once they may be half of all."""
+        live = {run for _, run in heap if run.is_leaf(self._tier) and run not in self._parked}
+        # Sorted by what every run of this process and of a replay has alike, not by address.
+        heap[:] = sorted((self._key(run), run) for run in live)
+        self._limits[tenant] = 2 * len(heap) + 64
+
+
+class HeapPolicy:
+    """Base of policies that rank leaf runs by one key; a subclass gives `key` and what moves it."""
+
+    name = ""
+
+    def __init__(self, tier: int):
+        self.tier = tier
+        self._leaves = LeafHeap(tier, self.key)
+
+    def key(self, run: Run) -> Any:
+        """What ranks a run: the smallest goes first. Must not shrink while the run is a leaf."""
+        raise NotImplementedError
+
+    def on_insert(self, run: Run, start: int, stop: int) -> None:
+        pass
+
+    def on_access(self, run: Run) -> None:
+        pass
+
+    def on_split(self, run: Run, tail: Run) -> None:
+        # The anchors that held the run may be the tail's now.
+        self._leaves.unpark(run)
+
+    def on_merge(self, run: Run, tail: Run) -> None:
+        self._leaves.forget(tail)
+
+    def on_cost(self, run: Run, seconds: float) -> None:
+        pass
+
+    def on_remove(self, run: Run) -> None:
+        self._leaves.forget(run)
+
+    def on_leaf(self, run: Run) -> None:
+        self._leaves.push(run)
+
+    def park(self, run: Run) -> None:
+        self._leaves.park(run)
+
+    def unpark(self, run: Run) -> None:
+        self._leaves.unpark(run)
+
+    def victims(self, tenants: Collection[str]) -> Iterator[Run]:
+        while (run := self._leaves.first(tenants)) is not None:
+            yield run

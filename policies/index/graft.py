@@ -1,0 +1,157 @@
+"""Recovery: READY blocks found in the tiers become runs, whole chains at a time."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvstore.policies.index.cells import count_resident
+from kvstore.policies.index.places import PlacedTree
+from kvstore.policies.index.run import MAX_RUN_BLOCKS, Root, Run
+
+from kvstore.core.block import NO_PLACE
+from kvstore.core.keys import block_key
+
+_PARENT, _SYMBOL, _CELLS = 0, 1, 2
+
+
+class GraftBlock(NamedTuple):
+    """One shard of one block as a tier has it."""
+
+    key: bytes
+    parent_key: bytes
+    symbol: bytes
+    shard: int
+    tier: int
+    place: int
+
+
+class Grafted(NamedTuple):
+    """What a graft made of its blocks: how many live, and the places of what does not."""
+
+    block_count: int
+    refused: list[tuple[int, int]]  # (tier, place)
+
+
+def graft(tree: PlacedTree, root: Root, blocks: Iterable[GraftBlock], limit: int) -> Grafted:
+    """Builds the tree of an empty `root` from `blocks`, in any order, every tier's at once.
+
+    Refused are blocks whose key is not the digest of their parent's and symbol, that lack a shard
+    in every tier, or that lie under a block that is refused or missing; of two copies of a shard
+    in one tier, the later one. At most `limit` blocks are taken, chain by chain.
+    """
+    assert root.head.children is None, "a graft needs an empty root"
+    shards = root.space.shard_count
+    found, refused = _gather(blocks, tree.tier_count, shards)
+    _drop_incomplete(found, tree.tier_count, shards, refused)
+    below: dict[bytes, list[bytes]] = {}
+    for key, record in found.items():
+        below.setdefault(record[_PARENT], []).append(key)
+    count = _build(tree, root, found, below, limit)
+    for record in found.values():
+        _refuse_cells(record[_CELLS], shards, refused)
+    return Grafted(count, refused)
+
+
+def _gather(
+    blocks: Iterable[GraftBlock], tier_count: int, shards: int
+) -> tuple[dict[bytes, tuple[bytes, bytes, list[int]]], list[tuple[int, int]]]:
+    """Records by key: parent key, symbol, places in the order [tier][shard]."""
+    found: dict[bytes, tuple[bytes, bytes, list[int]]] = {}
+    refused: list[tuple[int, int]] = []
+    empty = [NO_PLACE] * (tier_count * shards)
+    for key, parent_key, symbol, shard, tier, place in blocks:
+        record = found.get(key)
+        if record is None:
+            if block_key(parent_key, symbol) != key:
+                refused.append((tier, place))
+                continue
+            record = found[key] = (parent_key, symbol, empty.copy())
+        cell = tier * shards + shard
+        if (
+            record[_SYMBOL] != symbol
+            or record[_PARENT] != parent_key
+            or shard >= shards
+            or record[_CELLS][cell] != NO_PLACE
+        ):
+            refused.append((tier, place))
+        else:
+            record[_CELLS][cell] = place
+    return found, refused
+
+
+def _drop_incomplete(
+    found: dict[bytes, tuple[bytes, bytes, list[int]]],
+    tier_count: int,
+    shards: int,
+    refused: list[tuple[int, int]],
+) -> None:
+    """A block counts in a tier only with all its shards there."""
+    if shards == 1:
+        return
+    for key, record in list(found.items()):
+        cells = record[_CELLS]
+        for start in range(0, tier_count * shards, shards):
+            part = cells[start : start + shards]
+            if NO_PLACE in part:
+                refused.extend((start // shards, place) for place in part if place != NO_PLACE)
+                cells[start : start + shards] = [NO_PLACE] * shards
+        if all(place == NO_PLACE for place in cells):
+            del found[key]
+
+
+def _refuse_cells(cells: list[int], shards: int, refused: list[tuple[int, int]]) -> None:
+    refused.extend((i // shards, place) for i, place in enumerate(cells) if place != NO_PLACE)
+
+
+def _build(
+    tree: PlacedTree,
+    root: Root,
+    found: dict[bytes, tuple[bytes, bytes, list[int]]],
+    below: dict[bytes, list[bytes]],
+    limit: int,
+) -> int:
+    """Moves what hangs together from `found` into the tree."""
+    made = 0
+    stack = [(root.head, key) for key in reversed(below.pop(root.key, []))]
+    while stack and made < limit:
+        parent, key = stack.pop()
+        run, last = _build_run(tree, parent, key, found, below, limit - made)
+        made += run.count
+        stack.extend((run, child) for child in reversed(below.pop(last, [])))
+    return made
+
+
+def _build_run(
+    tree: PlacedTree,
+    parent: Run,
+    key: bytes,
+    found: dict[bytes, tuple[bytes, bytes, list[int]]],
+    below: dict[bytes, list[bytes]],
+    limit: int,
+) -> tuple[Run, bytes]:
+    """Makes one run of the chain that begins with `key`; answers it and its last block's key."""
+    _, symbol, cells = found.pop(key)
+    symbols, places, width = [symbol], list(cells), len(symbol)
+    most = min(MAX_RUN_BLOCKS, limit)
+    while len(symbols) < most:
+        nexts = below.get(key)
+        if nexts is None or len(nexts) != 1 or len(found[nexts[0]][_SYMBOL]) != width:
+            break
+        del below[key]
+        key = nexts[0]
+        _, symbol, cells = found.pop(key)
+        symbols.append(symbol)
+        places.extend(cells)
+    run = Run(parent.root, parent, parent.first + parent.count, b"".join(symbols), width)
+    _adopt(tree, parent, run, places)
+    return run, key
+
+
+def _adopt(tree: PlacedTree, parent: Run, run: Run, places: list[int]) -> None:
+    shards = run.root.space.shard_count
+    run.places = struct.pack(f"<{len(places)}q", *places)
+    run.ready = run.count
+    run.resident = count_resident(run.places, tree.tier_count, shards)
+    tree.adopt(parent, run)

@@ -1,0 +1,110 @@
+"""Where blocks lie: the places of READY blocks in each tier, and their moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from kvstore.policies.index.cells import place_bytes, stride_of
+from kvstore.policies.index.run import ABSENT, COUNTER_BITS, PLACE_BYTES, Removed, Run, Span
+from kvstore.policies.index.tree import Tree
+
+from kvstore.core.block import NO_PLACE
+
+
+class PlacedTree(Tree):
+    """A tree that answers where a block's shards are, tier by tier."""
+
+    def places(self, path: Sequence[Span], tier: int, shard: int) -> np.ndarray:
+        """Places (int64, NO_PLACE where there is none) of a path's blocks in `tier`."""
+        if not path:
+            return np.empty(0, np.int64)
+        stride = stride_of(path[0].run, self.tier_count)
+        if len(path) == 1:
+            blob = place_bytes(*path[0], stride)
+        else:
+            blob = b"".join([place_bytes(*span, stride) for span in path])
+        shards = stride // (PLACE_BYTES * self.tier_count)
+        cells = np.frombuffer(blob, np.int64)
+        return np.maximum(cells[tier * shards + shard :: self.tier_count * shards], NO_PLACE)
+
+    def place(self, run: Run, i: int, shard: int, tier: int) -> int:
+        """Place of one block's shard in `tier`, or NO_PLACE."""
+        return int(self.places([Span(run, i, i + 1)], tier, shard)[0])
+
+    def set_place(self, run: Run, i: int, shard: int, tier: int, place: int) -> None:
+        """Writes down where a READY block's shard lies in `tier`: moved, demoted or promoted."""
+        assert place >= 0
+        if self._swap_place(run, i, shard, tier, place) == NO_PLACE:
+            self._count_place(run, tier, 1)
+
+    def clear_place(self, run: Run, i: int, shard: int, tier: int) -> int:
+        """Forgets a READY block's copy in `tier`; answers where it was. Not for the last copy."""
+        place = self._swap_place(run, i, shard, tier, NO_PLACE)
+        if place != NO_PLACE:
+            assert self._has_copy(run, i), "the last copy of a block goes by `drop` or `remove`"
+            self._count_place(run, tier, -1)
+        return place
+
+    def drop(self, run: Run, keep: int, tier: int) -> Removed:
+        """Frees the copies in `tier` of the READY blocks from `keep` on.
+
+        Blocks that have no other copy go altogether, with everything below them.
+        """
+        lost = next((i for i in range(keep, run.ready) if not self._elsewhere(run, i, tier)), None)
+        stop = run.ready if lost is None else lost
+        freed = []
+        for i in range(keep, stop):
+            for shard in range(run.root.space.shard_count):
+                freed.append(self.clear_place(run, i, shard, tier))
+        removed = (
+            Removed([[] for _ in self._tiers], [], []) if lost is None else self.remove(run, lost)
+        )
+        removed.places[tier].extend(place for place in freed if place != NO_PLACE)
+        return removed
+
+    def keep_for(self, run: Run, tier: int, blocks: int, held: int) -> int | None:
+        """Where to cut a leaf so that its last `blocks` blocks in `tier` go.
+
+        The first `held` blocks stay whatever is asked; None when no block behind them is there.
+        """
+        if self.tier_count == 1:
+            return max(held, run.ready - blocks) if held < run.ready else None
+        shards = run.root.space.shard_count
+        grid = np.frombuffer(run.places, np.int64).reshape(-1, self.tier_count, shards)
+        there = np.flatnonzero(grid[held:, tier, 0] >= 0)
+        return held + int(there[max(0, len(there) - blocks)]) if len(there) else None
+
+    def _elsewhere(self, run: Run, i: int, tier: int) -> bool:
+        """Whether block `i` has a copy in another tier than `tier`."""
+        if self.tier_count == 1:
+            return False
+        cells = self._cells(run, i)
+        return any(cells[t].min() >= 0 for t in self._tiers if t != tier)
+
+    def _has_copy(self, run: Run, i: int) -> bool:
+        stride = stride_of(run, self.tier_count)
+        return run.places[i * stride : (i + 1) * stride] != ABSENT * (stride // PLACE_BYTES)
+
+    def _cells(self, run: Run, i: int) -> np.ndarray:
+        stride = stride_of(run, self.tier_count)
+        cells = np.frombuffer(run.places, np.int64, stride // PLACE_BYTES, i * stride)
+        return cells.reshape(self.tier_count, run.root.space.shard_count)
+
+    def _swap_place(self, run: Run, i: int, shard: int, tier: int, place: int) -> int:
+        assert 0 <= i < run.ready
+        shards = run.root.space.shard_count
+        at = ((i * self.tier_count + tier) * shards + shard) * PLACE_BYTES
+        cells = bytearray(run.places)
+        old = int.from_bytes(cells[at : at + PLACE_BYTES], "little", signed=True)
+        cells[at : at + PLACE_BYTES] = place.to_bytes(PLACE_BYTES, "little", signed=True)
+        run.places = bytes(cells)
+        return old
+
+    def _count_place(self, run: Run, tier: int, delta: int) -> None:
+        held = self._held(run)
+        run.resident += delta << COUNTER_BITS * tier
+        self.listener.on_slots(run.root.space, tier, delta)
+        self._lift(run, held)
+        if run.is_leaf(tier):
+            self.listener.on_leaf(run, tier)

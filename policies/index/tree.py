@@ -1,0 +1,348 @@
+"""The tree's structure: roots, links, splits, merges, removals and anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
+from kvstore.policies.index.listener import IndexListener, SilentListener
+from kvstore.policies.index.run import (
+    COUNTER_BITS,
+    MAX_RUN_BLOCKS,
+    Anchor,
+    Mark,
+    Removed,
+    Root,
+    Run,
+    Span,
+    add_child,
+    children_of,
+    drop_child,
+)
+from kvstore.policies.index.walk import Walk
+
+from kvstore.core.block import NO_PLACE
+from kvstore.core.keys import Chain
+from kvstore.core.space import Space
+
+
+class Tree:
+    """Runs of every root, their places by tier, and what protects them.
+
+    `changes` counts what may move blocks from one run to another: splits, merges, removals.
+    """
+
+    def __init__(self, tier_count: int, listener: IndexListener | None = None):
+        assert tier_count > 0
+        self.tier_count = tier_count
+        self.listener: IndexListener = listener or SilentListener()
+        self.changes = 0
+        self.block_count = 0
+        self.run_count = 0
+        self.root_count = 0
+        self._roots: dict[bytes, dict[bytes, Root]] = {}
+        self._tiers = range(tier_count)
+
+    # Roots
+
+    def root(self, space: Space, digest: bytes) -> Root:
+        """The root, a new one when it has no blocks; counted once it has some."""
+        return self.find_root(space, digest) or Root(space, digest)
+
+    def find_root(self, space: Space, digest: bytes) -> Root | None:
+        roots = self._roots.get(space.id)
+        return None if roots is None else roots.get(digest)
+
+    def roots(self, space: Space | None = None) -> Iterator[Root]:
+        """Roots that have blocks: all, or those of one space."""
+        groups = list(self._roots.values()) if space is None else [self._roots.get(space.id, {})]
+        for group in groups:
+            yield from list(group.values())
+
+    def runs(self, top: Run | None = None) -> Iterator[Run]:
+        """Every run, or those from `top` down, parents first; not while the tree changes."""
+        stack = [top] if top is not None else [root.head for root in self.roots()]
+        while stack:
+            run = stack.pop()
+            if run.count:
+                yield run
+            stack.extend(children_of(run))
+
+    # Finding
+
+    def walk(self, root: Root, chain: Chain) -> Walk:
+        """A lookup of `chain`: step it until it is finished."""
+        return Walk(self, root, chain)
+
+    def path_to(self, run: Run, depth: int, first_block: int) -> list[Span]:
+        """Spans from position `first_block` down to block `depth` (exclusive) of `run`."""
+        spans = []
+        here: Run | None = run
+        while here is not None and here.first + depth > first_block:
+            spans.append(Span(here, max(0, first_block - here.first), depth))
+            here = here.parent
+            depth = here.count if here is not None else 0
+        spans.reverse()
+        return spans
+
+    def path(self, anchor: Anchor, first_block: int = 0) -> list[Span]:
+        """Spans from position `first_block` down to the anchor's block; none once it is gone."""
+        run = anchor.run
+        return [] if run is None else self.path_to(run, anchor.depth, first_block)
+
+    # Counters of what lies below
+
+    def _held(self, run: Run) -> int:
+        """Bit mask of the tiers in which `run` keeps its parent from being a leaf."""
+        if self.tier_count == 1:
+            return 1 if run.staging is not None or run.resident or run.below else 0
+        if run.staging is not None:
+            return (1 << self.tier_count) - 1
+        return sum(1 << t for t in self._tiers if run.resident_in(t) or run.below_in(t))
+
+    def _lift(self, run: Run, held: int) -> None:
+        """Carries a change of `_held(run)`, which was `held`, up to the ancestors' counters."""
+        now = self._held(run)
+        while now != held and run.parent is not None:
+            parent = run.parent
+            parent_held = self._held(parent)
+            for tier in self._tiers:
+                delta = (now >> tier & 1) - (held >> tier & 1)
+                if delta:
+                    parent.below += delta << COUNTER_BITS * tier
+                    if delta < 0 and parent.is_leaf(tier):
+                        self.listener.on_leaf(parent, tier)
+            run, held, now = parent, parent_held, self._held(parent)
+
+    def _tell_leaf(self, run: Run) -> None:
+        for tier in self._tiers:
+            if run.is_leaf(tier):
+                self.listener.on_leaf(run, tier)
+
+    # Links
+
+    def _link(self, parent: Run, child: Run) -> None:
+        """Puts a new run under `parent`."""
+        if parent.parent is None and parent.children is None:
+            root = parent.root
+            group = self._roots.setdefault(root.space.id, {})
+            assert root.digest not in group
+            group[root.digest] = root
+            self.root_count += 1
+        add_child(parent, child)
+        self.run_count += 1
+        self.block_count += child.count
+        self._lift(child, 0)
+
+    def adopt(self, parent: Run, run: Run) -> None:
+        """Links a run whose blocks are READY already."""
+        self._link(parent, run)
+        for tier in self._tiers:
+            slots = run.resident_in(tier)
+            if slots:
+                self.listener.on_slots(run.root.space, tier, slots)
+        self.listener.on_ready(run, 0, run.count)
+        self._tell_leaf(run)
+
+    def _unlink(self, run: Run) -> None:
+        """Takes a run, with all below, off its parent; it keeps pointing at the parent."""
+        parent = run.parent
+        assert parent is not None
+        drop_child(parent, run)
+        held = self._held(run)
+        if held:
+            self._release(parent, held)
+        if parent.parent is None and parent.children is None:
+            self._forget_root(parent.root)
+
+    def _release(self, parent: Run, held: int) -> None:
+        parent_held = self._held(parent)
+        for tier in self._tiers:
+            if held >> tier & 1:
+                parent.below -= 1 << COUNTER_BITS * tier
+        self._lift(parent, parent_held)
+        self._tell_leaf(parent)
+
+    def _forget_root(self, root: Root) -> None:
+        group = self._roots[root.space.id]
+        del group[root.digest]
+        self.root_count -= 1
+        if not group:
+            del self._roots[root.space.id]
+
+    def split(self, run: Run, at: int) -> Run:
+        """Cuts `run` before block `at`; answers the new run that took the end over."""
+        assert 0 < at < run.count
+        stride, shards = stride_of(run, self.tier_count), run.root.space.shard_count
+        tail = Run(run.root, run, run.first + at, run.symbols[at * run.width :], run.width)
+        tail.hits, tail.touched, tail.policy = run.hits, run.touched, run.policy
+        self._hand_children(run, tail)
+        tail.below, was_resident = run.below, run.resident
+        if at < run.ready:
+            tail.places = run.places[at * stride :]
+            tail.ready = run.ready - at
+            tail.resident = count_resident(tail.places, self.tier_count, shards)
+            tail.staging, run.staging = run.staging, None
+            run.places = run.places[: at * stride]
+        elif run.staging is not None:
+            tail.staging = run.staging
+            front = run.staging.cut(at - run.ready, shards, stride)
+            run.staging = front if at > run.ready else None
+        run.symbols = run.symbols[: at * run.width]
+        run.count, run.ready = at, min(run.ready, at)
+        run.resident = was_resident - tail.resident
+        held = self._held(tail)
+        run.below = sum(1 << COUNTER_BITS * t for t in self._tiers if held >> t & 1)
+        run.children = tail
+        self._move_marks(run, tail, at)
+        self.run_count += 1
+        self.changes += 1
+        self.listener.on_split(run, tail)
+        self._tell_leaf(tail)
+        return tail
+
+    def _merge(self, run: Run, tail: Run) -> None:
+        """Appends the only child `tail` of `run`, both all READY, to it."""
+        at = run.count
+        run.symbols += tail.symbols
+        run.places += tail.places
+        run.count = run.ready = at + tail.count
+        run.resident += tail.resident
+        run.below = tail.below
+        self._hand_children(tail, run)
+        self._move_marks(tail, run, -at)
+        tail.ready = -1
+        self.run_count -= 1
+        self.changes += 1
+        self.listener.on_merge(run, tail)
+        self._tell_leaf(run)
+
+    def _may_merge(self, run: Run) -> bool:
+        """Whether `run` and its parent are one history: nobody came to one and not the other."""
+        parent = run.parent
+        return (
+            parent is not None
+            and parent.children is run
+            and parent.count > 0
+            and run.staging is None
+            and parent.staging is None
+            and not run.hits
+            and not parent.hits
+            and parent.width == run.width
+            and parent.count + run.count <= MAX_RUN_BLOCKS
+        )
+
+    def _hand_children(self, giver: Run, taker: Run) -> None:
+        taker.children, giver.children = giver.children, None
+        for child in children_of(taker):
+            child.parent = taker
+
+    def _move_marks(self, source: Run, target: Run, shift: int) -> None:
+        """Moves the marks deeper than `shift` from `source` to `target`, that much less deep."""
+        if not source.marks:
+            return
+        moved = [mark for depth, mark in source.marks.items() if depth > shift]
+        if not moved:
+            return
+        if target.marks is None:
+            target.marks = {}
+        for mark in moved:
+            del source.marks[mark.depth]
+            mark.run, mark.depth = target, mark.depth - shift
+            target.marks[mark.depth] = mark
+        if not source.marks:
+            source.marks = None
+
+    # Anchors
+
+    def anchor(self, run: Run, depth: int, owner: int) -> Anchor:
+        """Protects the first `depth` blocks of `run`, and all above, until `unanchor`."""
+        assert run.alive
+        assert 0 < depth <= run.count
+        marks = run.marks
+        if marks is None:
+            marks = run.marks = {}
+        mark = marks.get(depth)
+        if mark is None:
+            mark = marks[depth] = Mark(run, depth)
+        anchor = Anchor(mark, owner)
+        mark.anchors.add(anchor)
+        return anchor
+
+    def unanchor(self, anchor: Anchor) -> None:
+        """Lets go; nothing happens when the anchor is gone already."""
+        mark = anchor._mark
+        mark.anchors.discard(anchor)
+        run = mark.run
+        if run is None or mark.anchors:
+            return
+        marks = run.marks
+        # An anchor let go twice must not take away the mark that came after its own.
+        if marks is None or marks.get(mark.depth) is not mark:
+            return
+        del marks[mark.depth]
+        if not marks:
+            run.marks = None
+        self.listener.on_unanchor(run)
+
+    # Removal
+
+    def remove(self, run: Run, keep: int = 0) -> Removed:
+        """Takes away blocks [keep, count) of `run` and everything below; kills their anchors."""
+        removed = Removed([[] for _ in self._tiers], [], [])
+        if not run.alive or keep >= run.count:
+            return removed
+        if keep:
+            run = self.split(run, keep)
+        runs = list(self.runs(run))
+        for gone in reversed(runs):
+            self.listener.on_remove(gone)
+        self._unlink(run)
+        for gone in runs:
+            self._bury(gone, removed)
+        self.changes += 1
+        return removed
+
+    def remove_root(self, root: Root) -> Removed:
+        """Takes away all blocks of a root."""
+        removed = Removed([[] for _ in self._tiers], [], [])
+        for child in list(children_of(root.head)):
+            _extend(removed, self.remove(child))
+        return removed
+
+    def remove_space(self, space: Space) -> Removed:
+        """Takes away all blocks of a space."""
+        removed = Removed([[] for _ in self._tiers], [], [])
+        for root in self.roots(space):
+            _extend(removed, self.remove_root(root))
+        return removed
+
+    def _bury(self, run: Run, removed: Removed) -> None:
+        space, shards = run.root.space, run.root.space.shard_count
+        ready = run.ready
+        if ready:
+            removed.spans.append(Span(run, 0, ready))
+        blob = place_bytes(run, 0, run.count, stride_of(run, self.tier_count))
+        cells = np.frombuffer(blob, np.int64).reshape(-1, self.tier_count, shards)
+        for tier in self._tiers:
+            column = cells[:, tier, :].ravel()
+            slots = int((column != NO_PLACE).sum())
+            if slots:
+                removed.places[tier].extend(column[column >= 0].tolist())
+                self.listener.on_slots(space, tier, -slots)
+        for mark in (run.marks or {}).values():
+            removed.anchors.extend(mark.anchors)
+            mark.run = None
+        self.block_count -= run.count
+        self.run_count -= 1
+        run.marks = run.staging = run.children = None
+        run.places = b""
+        run.ready = -1
+
+
+def _extend(removed: Removed, more: Removed) -> None:
+    for places, added in zip(removed.places, more.places, strict=True):
+        places.extend(added)
+    removed.anchors.extend(more.anchors)
+    removed.spans.extend(more.spans)

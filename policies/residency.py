@@ -1,0 +1,265 @@
+"""`Residency`: who may stay in which tier; turns events into actions, and counts every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kvstore.policies import lru  # noqa: F401  (registers itself)
+from kvstore.policies.accounts import Accounts, Quota
+from kvstore.policies.actions import Action, Admit, Drop
+from kvstore.policies.base import EvictionPolicy, create
+from kvstore.policies.index import PrefixIndex, Run, Span
+
+from kvstore.core.space import Space
+
+
+class Event(NamedTuple):
+    """Something residency was told, with what a replay needs to tell it again."""
+
+    name: str
+    values: tuple[Any, ...]
+
+
+class Residency:
+    """Listens to the index, ranks runs by one policy a tier and pool, and decides what goes.
+
+    `index` is set by `attach`. `on_action` hears every action when it is decided, `on_event` every
+    event when it comes; both are for logs and replays.
+    """
+
+    def __init__(self, policy: str = "lru"):
+        self.policy_name = policy
+        self.accounts = Accounts()
+        self.on_action: Callable[[Action], None] | None = None
+        self.on_event: Callable[[Event], None] | None = None
+        self.tick = 0
+        self._policies: dict[tuple[int, str], EvictionPolicy] = {}
+        create(policy)  # An unknown name is refused here, not at the first block.
+
+    def attach(self, index: PrefixIndex) -> None:
+        """Becomes the listener of an index that is still empty."""
+        assert not index.block_count
+        self.index = index
+        index.listener = self
+
+    # What the store tells
+
+    def access(self, path: Sequence[Span]) -> None:
+        """A lookup or a put came down `path`: an access to all of it.
+
+        Where the path ends inside a run, the run is split, so that its end gets no younger. Take
+        paths and anchors' depths again after this.
+        """
+        span = _last_ready(path)
+        if span is None:
+            return
+        run, _, stop = span
+        if stop < run.ready:
+            self.index.split(run, stop)
+        self.tick += 1
+        run.touched = self.tick
+        run.hits += 1
+        self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
+        for tier in range(self.index.tier_count):
+            if run.resident_in(tier):
+                self._policy(tier, run).on_access(run)
+
+    def set_cost(self, run: Run, seconds: float) -> None:
+        """Losing `run` would cost `seconds`."""
+        for tier in range(self.index.tier_count):
+            if run.resident_in(tier):
+                self._policy(tier, run).on_cost(run, seconds)
+
+    def set_quota(
+        self,
+        tenant: str,
+        tier: int,
+        cap_bytes: int | None = None,
+        floor_bytes: int | None = None,
+    ) -> None:
+        """Limits `tenant` in `tier` to `cap_bytes` and protects its first `floor_bytes`.
+
+        None is no cap, no floor. A cap below what is used takes effect by `make_room` with 0 bytes.
+        """
+        self.accounts.set_quota(tenant, tier, cap_bytes, floor_bytes)
+        self._record("set_quota", tenant, tier, cap_bytes, floor_bytes)
+
+    def quota(self, tenant: str, tier: int) -> Quota:
+        return self.accounts.quota(tenant, tier)
+
+    def set_policy(self, name: str) -> None:
+        """Ranks by another policy from now on; what is resident stays, with its history."""
+        policies = {key: create(name, key[0]) for key in self._policies}
+        create(name)
+        self.policy_name = name
+        self._policies = policies
+        self._record("set_policy", name)
+        for run in self.index.runs():
+            run.policy = None
+        for run in self.index.runs():
+            if run.ready:
+                self._enter(run, 0, run.ready)
+                self._offer(run)
+
+    # Room
+
+    def room(self, tier: int, pool: str, tenant: str) -> int | None:
+        """Bytes that `tenant` may still add in `tier` before its cap; None without a cap."""
+        return self.accounts.room(tier, tenant)
+
+    def make_room(
+        self,
+        tier: int,
+        pool: str,
+        tenant: str,
+        bytes_needed: int,
+        incoming_bytes: int | None = None,
+    ) -> Iterator[Drop]:
+        """Yields drops until `bytes_needed` are freed in `pool`, or nothing more can go.
+
+        Carry each one out (`PrefixIndex.drop`) before asking for the next. First the tenant's own
+        runs, until `incoming_bytes` (by default what is needed) fit under its cap; then the
+        least worth of any tenant, except what a floor of another tenant protects.
+        """
+        incoming = bytes_needed if incoming_bytes is None else incoming_bytes
+        self._record("make_room", tier, pool, tenant, bytes_needed, incoming)
+        accounts = self.accounts
+        over = accounts.over_cap(tier, tenant, incoming)
+        freed = 0
+        if over > 0:
+            before = accounts.used(tier, pool)
+            yield from self._evict(tier, pool, {tenant}, over, "cap", tenant)
+            freed = before - accounts.used(tier, pool)
+            if accounts.over_cap(tier, tenant, incoming) > 0:
+                return
+        if freed < bytes_needed:
+            tenants = accounts.tenants(tier, pool)
+            yield from self._evict(tier, pool, tenants, bytes_needed - freed, "capacity", tenant)
+
+    def _evict(
+        self, tier: int, pool: str, tenants: set[str], bytes_needed: int, reason: str, own: str
+    ) -> Iterator[Drop]:
+        policy = self._policies.get((tier, pool))
+        if policy is None:
+            return
+        used = self.accounts.used(tier, pool)
+        goal = used - bytes_needed
+        for run in policy.victims(tenants):
+            used = self.accounts.used(tier, pool)
+            if used <= goal:
+                return
+            space = run.root.space
+            keep = self._keep(run, tier, used - goal)
+            if keep is None:
+                policy.park(run)
+                continue
+            if space.tenant != own:
+                spare = self.accounts.spare(tier, pool, space.tenant)
+                blocks = spare // (space.slot_bytes * space.shard_count)
+                if not blocks:
+                    tenants.discard(space.tenant)
+                    continue
+                keep = max(keep, self.index.keep_for(run, tier, blocks, 0) or 0)
+            drop = Drop(run, keep, tier, reason)
+            if self.on_action is not None:
+                self.on_action(drop)
+            yield drop
+            assert self.accounts.used(tier, pool) < used, "a Drop was not carried out"
+
+    def _keep(self, run: Run, tier: int, bytes_needed: int) -> int | None:
+        """How many blocks of a leaf run stay; None when none may go."""
+        if not self._may_go(run):
+            return None
+        space = run.root.space
+        blocks = -(-bytes_needed // (space.slot_bytes * space.shard_count))
+        return self.index.keep_for(run, tier, blocks, run.anchored_blocks())
+
+    def _may_go(self, run: Run) -> bool:
+        """Whether nothing below in other tiers is leased or STAGING."""
+        if run.children is None:
+            return True
+        below = (r for r in self.index.runs(run) if r is not run)
+        return not any(r.marks or r.staging is not None for r in below)
+
+    # What the index tells
+
+    def on_slots(self, space: Space, tier: int, delta: int) -> None:
+        self.accounts.add(space, tier, delta)
+
+    def on_ready(self, run: Run, start: int, stop: int) -> None:
+        self.tick += 1
+        run.touched = self.tick
+        self._enter(run, start, stop)
+        if self.on_action is not None:
+            for tier in range(self.index.tier_count):
+                if run.resident_in(tier):
+                    self.on_action(Admit(run, start, stop, tier))
+
+    def on_split(self, run: Run, tail: Run) -> None:
+        for policy in self._holders(run):
+            policy.on_split(run, tail)
+
+    def on_merge(self, run: Run, tail: Run) -> None:
+        run.touched = max(run.touched, tail.touched)
+        for policy in self._holders(run):
+            policy.on_merge(run, tail)
+
+    def on_remove(self, run: Run) -> None:
+        parent = run.parent
+        assert parent is not None
+        parent.touched = max(parent.touched, run.touched)
+        for policy in self._holders(run):
+            policy.on_remove(run)
+
+    def on_leaf(self, run: Run, tier: int) -> None:
+        self._policy(tier, run).on_leaf(run)
+
+    def on_unanchor(self, run: Run) -> None:
+        here: Run | None = run
+        while here is not None:
+            for policy in self._holders(here):
+                policy.unpark(here)
+            # A copy above may have waited for this one only if it has another tier to be in.
+            here = here.parent if self.index.tier_count > 1 else None
+
+    def _policy(self, tier: int, run: Run) -> EvictionPolicy:
+        key = (tier, run.root.space.pool)
+        policy = self._policies.get(key)
+        if policy is None:
+            policy = self._policies[key] = create(self.policy_name, tier)
+        return policy
+
+    def _holders(self, run: Run) -> Iterator[EvictionPolicy]:
+        """Policies that may know the run."""
+        pool = run.root.space.pool
+        for tier in range(self.index.tier_count):
+            policy = self._policies.get((tier, pool))
+            if policy is not None:
+                yield policy
+
+    def _enter(self, run: Run, start: int, stop: int) -> None:
+        for tier in range(self.index.tier_count):
+            if run.resident_in(tier):
+                self._policy(tier, run).on_insert(run, start, stop)
+
+    def _offer(self, run: Run) -> None:
+        for tier in range(self.index.tier_count):
+            if run.is_leaf(tier):
+                self._policy(tier, run).on_leaf(run)
+
+    def _record(self, name: str, *values: Any) -> None:
+        if self.on_event is not None:
+            self.on_event(Event(name, values))
+
+    def check_integrity(self) -> None:
+        """Recounts every byte from the index; raises AssertionError where it differs."""
+        self.accounts.check(self.index)
+
+
+def _last_ready(path: Sequence[Span]) -> Span | None:
+    """The READY end of a path."""
+    for span in reversed(path):
+        if span.run.ready > span.start:
+            return Span(span.run, span.start, min(span.stop, span.run.ready))
+    return None
