@@ -1,0 +1,123 @@
+"""Layout of a pool's headers file: superblock, generation reservations, chunk map, headers.
+
+    page 0            superblock at 0, two generation cells at 2048
+    page 1 ...        chunk map, one entry a granule
+    header_base ...   headers; those of a chunk at byte c of the pool begin at header_base + c
+
+The file is sparse: header pages exist only under chunks that have a class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from kvstore.tiers.slab import Chunk
+
+PAGE_BYTES = 4096
+MAGIC = b"KVPOOL\x00\x01"
+_SUPERBLOCK = struct.Struct("<8sIIQ16s36s32s")
+_CHECK = struct.Struct("<Q")
+_CELL = struct.Struct("<QQ")
+_CELLS_AT = (2048, 2048 + 64)
+
+MAP_AT = PAGE_BYTES
+MAP_ENTRY = np.dtype(
+    [("state", "<u4"), ("order", "<u4"), ("slot", "<u8"), ("header", "<u8"), ("check", "<u8")]
+)
+_ENTRY = struct.Struct("<IIQQQ")
+_ENTRY_STATE = struct.Struct("<I")
+_ENTRY_VALID = 0x4B4E4843
+
+
+class Superblock(NamedTuple):
+    """What must be true of a pool's files to be taken back: all of it, compared as a whole."""
+
+    granule_shift: int
+    size_bytes: int
+    boot_id: str
+    name_digest: bytes
+
+
+def name_digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def header_base(granule_count: int) -> int:
+    """Where headers begin, after the chunk map."""
+    return MAP_AT + -(-granule_count * MAP_ENTRY.itemsize // PAGE_BYTES) * PAGE_BYTES
+
+
+def pack_superblock(superblock: Superblock, pool_uuid: bytes) -> bytes:
+    raw = _SUPERBLOCK.pack(
+        MAGIC, superblock.granule_shift, 0, superblock.size_bytes, pool_uuid,
+        superblock.boot_id.encode(), superblock.name_digest,
+    )  # fmt: skip
+    return raw + _CHECK.pack(xxhash.xxh3_64_intdigest(raw))
+
+
+def parse_superblock(raw: bytes | memoryview) -> tuple[Superblock, bytes] | None:
+    """(superblock, pool identity); None if it is damaged or of another version."""
+    body = bytes(raw[: _SUPERBLOCK.size])
+    if len(raw) < _SUPERBLOCK.size + 8 or body[:8] != MAGIC:
+        return None
+    if _CHECK.unpack_from(raw, _SUPERBLOCK.size)[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    _, shift, _, size_bytes, pool_uuid, boot_id, digest = _SUPERBLOCK.unpack(body)
+    return Superblock(shift, size_bytes, boot_id.decode("ascii", "replace"), digest), pool_uuid
+
+
+def read_generation_reservation(raw: memoryview) -> int:
+    """Highest generation that may have been handed out, plus one; 0 if both cells are damaged."""
+    best = 0
+    for at in _CELLS_AT:
+        value, check = _CELL.unpack_from(raw, at)
+        if check == _cell_check(value):
+            best = max(best, value)
+    return best
+
+
+def write_generation_reservation(raw: memoryview, value: int) -> None:
+    """Two cells, one after the other: a crash tears at most one, and nothing above it is used."""
+    for at in _CELLS_AT:
+        _CELL.pack_into(raw, at, value, _cell_check(value))
+
+
+def _cell_check(value: int) -> int:
+    return xxhash.xxh3_64_intdigest(_CHECK.pack(value), seed=1)
+
+
+def write_chunk(raw: memoryview, granule: int, order: int, chunk: Chunk) -> None:
+    """Enters a chunk in the map: invalid, then its class, then valid."""
+    at = MAP_AT + granule * MAP_ENTRY.itemsize
+    check = _entry_check(granule, order, chunk.slot_bytes, chunk.header_bytes)
+    _ENTRY_STATE.pack_into(raw, at, 0)
+    _ENTRY.pack_into(raw, at, 0, order, chunk.slot_bytes, chunk.header_bytes, check)
+    _ENTRY_STATE.pack_into(raw, at, _ENTRY_VALID)
+
+
+def erase_chunk(raw: memoryview, granule: int) -> None:
+    _ENTRY_STATE.pack_into(raw, MAP_AT + granule * MAP_ENTRY.itemsize, 0)
+
+
+def read_chunks(
+    raw: memoryview, granule_count: int
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """(granule, order, slot bytes, header bytes) of each valid entry, and the damaged granules."""
+    end = MAP_AT + granule_count * MAP_ENTRY.itemsize
+    entries = np.frombuffer(raw[MAP_AT:end], MAP_ENTRY)
+    valid, damaged = [], []
+    for granule in np.flatnonzero(entries["state"]).tolist():
+        state, order, slot, header, check = entries[granule].item()
+        if state == _ENTRY_VALID and check == _entry_check(granule, order, slot, header):
+            valid.append((granule, order, slot, header))
+        else:
+            damaged.append(granule)
+    return valid, damaged
+
+
+def _entry_check(granule: int, order: int, slot_bytes: int, header_bytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQQQ", granule, order, slot_bytes, header_bytes))

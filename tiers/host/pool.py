@@ -1,0 +1,239 @@
+"""One pool of the host tier: its memory, slot headers, generation map and allocator."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from os import posix_fallocate
+
+import numpy as np
+from kvstore.tiers import record
+from kvstore.tiers.base import BlockHeader, SharedPool, StoredBlock, TierUsage
+from kvstore.tiers.chunks import Chunk, granule_shift
+from kvstore.tiers.host import layout, pages
+from kvstore.tiers.host.files import FileSizes, PoolFiles, generation_bytes
+from kvstore.tiers.host.layout import PAGE_BYTES, Superblock
+from kvstore.tiers.record import SlotRecord
+from kvstore.tiers.slab import Slab, SlotState
+
+from kvstore.core.block import SLOT_SHIFT, make_place
+from kvstore.core.errors import CorruptBlock
+
+
+def file_sizes(size_bytes: int) -> FileSizes:
+    """Sizes of a pool's files; the pool itself is rounded down to whole granules."""
+    shift = granule_shift(size_bytes)
+    data = size_bytes >> shift << shift
+    base = layout.header_base(data >> shift)
+    return FileSizes(data, generation_bytes(data), base + data, base)
+
+
+class HostPool:
+    """Slots of one pool by byte offset. `format` or `load` comes first.
+
+    A block is published by its header, then by its generation; it is un-published in the
+    opposite order. x86 keeps stores in order, and so does a killed process's memory.
+    """
+
+    def __init__(self, number: int, name: str, files: PoolFiles, sizes: FileSizes) -> None:
+        self.number, self.name = number, name
+        self.fresh = False
+        self.torn_header_count = 0
+        self.dropped_chunk_count = 0
+        self.files, self.sizes = files, sizes
+        self._data_map = mmap.mmap(files.data, sizes.data)
+        self._generation_map = mmap.mmap(files.generations, sizes.generations)
+        self._header_map = mmap.mmap(files.headers, sizes.headers)
+        self.data = np.frombuffer(self._data_map, np.uint8)
+        self.generations = memoryview(self._generation_map).cast("Q")
+        self._headers = memoryview(self._header_map)
+        self._seed = 0
+        self.slab = Slab(sizes.data, self._assign_chunk, self._release_chunk)
+
+    def format(self, superblock: Superblock, pool_uuid: bytes) -> None:
+        """Makes zeroed files a pool; a crash before the last line leaves none."""
+        self.fresh = True
+        self._seed = int.from_bytes(pool_uuid[:8], "little")
+        raw = layout.pack_superblock(superblock, pool_uuid)
+        self._headers[8 : len(raw)] = raw[8:]
+        self._headers[:8] = raw[:8]
+
+    def load(self, superblock: Superblock) -> str:
+        """Takes an earlier life's chunks back, all slots RESTING; else says why not."""
+        found = layout.parse_superblock(self._headers[:PAGE_BYTES])
+        if found is None:
+            return "its superblock is damaged or of another version"
+        for field, have, want in zip(Superblock._fields, found[0], superblock, strict=True):
+            if have != want:
+                return f"its {field.replace('_', ' ')} changed"
+        if not self.generation_reservation:
+            return "its generation counter is damaged"
+        self._seed = int.from_bytes(found[1][:8], "little")
+        valid, damaged = layout.read_chunks(self._headers, self.sizes.data >> self.slab.shift)
+        for granule, order, slot_bytes, header_bytes in valid:
+            offset = granule << self.slab.shift
+            if not self.slab.restore_chunk(offset, order, slot_bytes, header_bytes):
+                damaged.append(granule)
+        for granule in damaged:
+            layout.erase_chunk(self._headers, granule)
+        self.dropped_chunk_count = len(damaged)
+        return ""
+
+    @property
+    def generation_reservation(self) -> int:
+        """No generation from here on was ever handed out; 0 if that is not known."""
+        return layout.read_generation_reservation(self._headers)
+
+    def reserve_generations(self, below: int) -> None:
+        layout.write_generation_reservation(self._headers, below)
+
+    def publish(self, offset: int, header: BlockHeader, checksum: bytes, generation: int) -> None:
+        """STAGING -> PUBLISHED."""
+        target = self._header_at(offset)
+        packed = record.pack(header, checksum, generation, offset, self._seed)
+        assert len(packed) <= len(target), "the symbol is larger than was reserved for"
+        assert header.length <= self.slab.slot_bytes_at(offset), "the payload outgrew its slot"
+        self.slab.publish(offset)
+        record.store(target, packed)
+        self.generations[offset >> SLOT_SHIFT] = generation
+
+    def discard(self, offset: int) -> None:
+        """STAGING or PUBLISHED -> RESTING."""
+        self.generations[offset >> SLOT_SHIFT] = 0
+        record.erase(self._header_at(offset))
+        self.slab.rest(offset)
+
+    def record(self, offset: int) -> SlotRecord:
+        """Header of a published slot; raises CorruptBlock if it does not hold."""
+        found = record.parse(self._header_at(offset), offset, self._seed)
+        if found is None:
+            raise CorruptBlock(
+                f"the header at byte {offset} of host pool {self.number} is damaged; drop the block"
+            )
+        return found
+
+    def slot(self, offset: int) -> np.ndarray:
+        """All bytes of a slot, writable; any thread."""
+        return self.data[offset : offset + self.slab.slot_bytes_at(offset)]
+
+    def recover(self) -> Iterator[StoredBlock]:
+        """Blocks with sound headers; others that claim to be blocks are counted as torn."""
+        limit = self.generation_reservation
+        for chunk in self.slab.chunks():
+            region = self._header_region(chunk)
+            words = self._state_words(chunk)
+            for index in np.flatnonzero(words).tolist():
+                offset = chunk.offset + index * chunk.slot_bytes
+                start = index * chunk.header_bytes
+                raw = region[start : start + chunk.header_bytes]
+                found = record.parse(raw, offset, self._seed)
+                if (
+                    found is None
+                    or found.header.length > chunk.slot_bytes
+                    or not 0 < found.generation < limit
+                ):
+                    self.torn_header_count += 1
+                    continue
+                yield StoredBlock(make_place(self.number, offset), *found)
+
+    def adopt(self, offset: int) -> None:
+        """RESTING -> PUBLISHED under the generation its header has."""
+        raw = self._header_at(offset)
+        start = record.GENERATION_AT
+        self.slab.adopt(offset)
+        self.generations[offset >> SLOT_SHIFT] = int.from_bytes(raw[start : start + 8], "little")
+
+    def finish_recovery(self) -> list[int]:
+        """Un-publishes what is RESTING, headers and generations; returns those offsets."""
+        resting: list[int] = []
+        kept = [np.empty(0, np.int64)]
+        for chunk in self.slab.chunks():
+            states = self.slab.states(chunk)
+            rows = np.frombuffer(self._header_region(chunk), np.uint8)
+            indexes = np.flatnonzero(states == SlotState.RESTING)
+            rows.reshape(chunk.slot_count, chunk.header_bytes)[indexes] = 0
+            resting += (chunk.offset + indexes * chunk.slot_bytes).tolist()
+            published = np.flatnonzero(states == SlotState.PUBLISHED)
+            kept.append((chunk.offset + published * chunk.slot_bytes) >> SLOT_SHIFT)
+        generations = np.frombuffer(self.generations, np.uint64)
+        stale = np.setdiff1d(np.flatnonzero(generations), np.concatenate(kept))
+        generations[stale] = 0
+        return resting
+
+    def usage(self) -> TierUsage:
+        slab = self.slab
+        return TierUsage(
+            slab.capacity_bytes, slab.used_bytes, slab.free_bytes, slab.resting_bytes,
+            slab.published_count,
+        )  # fmt: skip
+
+    def shared(self) -> SharedPool:
+        return SharedPool(
+            self.number, self.name, self.files.data_read, self.files.generations_read,
+            self.sizes.data, self.sizes.generations,
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Asserts that allocator, headers and generation map name the same blocks."""
+        self.slab.check_integrity()
+        generations = np.frombuffer(self.generations, np.uint64)
+        for chunk in self.slab.chunks():
+            published = self.slab.states(chunk) == SlotState.PUBLISHED
+            valid = self._state_words(chunk) == record.VALID_WORD
+            offsets = chunk.offset + np.arange(chunk.slot_count) * chunk.slot_bytes
+            visible = generations[offsets >> SLOT_SHIFT] != 0
+            assert np.array_equal(published, valid), f"headers of chunk {chunk.offset} disagree"
+            assert np.array_equal(published, visible), f"generations at {chunk.offset} disagree"
+        shown = np.count_nonzero(generations)
+        assert shown == self.slab.published_count, "a generation is set outside published slots"
+
+    def close(self) -> None:
+        """Unmaps, except for what views still show."""
+        self.data = np.empty(0, np.uint8)
+        self.generations.release()
+        self._headers.release()
+        self.files.close()
+        for mapping in (self._data_map, self._generation_map, self._header_map):
+            try:
+                mapping.close()
+            except BufferError:
+                # Somebody still looks at it: it goes when the last view does.
+                continue
+
+    def _assign_chunk(self, chunk: Chunk) -> bool:
+        """Gives a chunk its header memory and enters it in the map; False if memory is short."""
+        at = self.sizes.header_base + chunk.offset
+        length = chunk.slot_count * chunk.header_bytes
+        try:
+            # A crash may have left headers here that a chunk of this class would believe.
+            pages.punch(self.files.headers, at, -(-length // PAGE_BYTES) * PAGE_BYTES)
+            posix_fallocate(self.files.headers, at, length)
+        except OSError:
+            return False
+        order = (chunk.size_bytes >> self.slab.shift).bit_length() - 1
+        layout.write_chunk(self._headers, chunk.offset >> self.slab.shift, order, chunk)
+        return True
+
+    def _release_chunk(self, chunk: Chunk) -> None:
+        layout.erase_chunk(self._headers, chunk.offset >> self.slab.shift)
+        length = chunk.slot_count * chunk.header_bytes
+        pages.punch(
+            self.files.headers,
+            self.sizes.header_base + chunk.offset,
+            -(-length // PAGE_BYTES) * PAGE_BYTES,
+        )
+
+    def _header_region(self, chunk: Chunk) -> memoryview:
+        at = self.sizes.header_base + chunk.offset
+        return self._headers[at : at + chunk.slot_count * chunk.header_bytes]
+
+    def _state_words(self, chunk: Chunk) -> np.ndarray:
+        """First 8 bytes of every header of a chunk (a copy)."""
+        rows = np.frombuffer(self._header_region(chunk), np.uint8)
+        rows = rows.reshape(chunk.slot_count, chunk.header_bytes)
+        return rows[:, :8].copy().view("<u8").ravel()
+
+    def _header_at(self, offset: int) -> memoryview:
+        chunk, index, size = self.slab.slot_at(offset)
+        at = self.sizes.header_base + chunk + index * size
+        return self._headers[at : at + size]

@@ -1,0 +1,219 @@
+"""`HostTier`: blocks in pools of host memory that clients on the same machine map read-only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from kvstore.tiers import payload
+from kvstore.tiers.base import (
+    NO_USAGE,
+    BlockHeader,
+    SharedPool,
+    Source,
+    StoredBlock,
+    Target,
+    TierUsage,
+)
+from kvstore.tiers.host.opening import HugePages, OpenPools, PoolConfig, PoolKind
+from kvstore.tiers.host.pool import HostPool
+from kvstore.tiers.host.prefault import Prefaulter
+from kvstore.tiers.record import SlotRecord, header_bytes
+
+from kvstore.core.block import POOL_SHIFT, SLOT_SHIFT, make_place, place_offset, slot_bytes
+from kvstore.core.errors import TierError
+
+GENERATION_STEP = 1 << 20
+"""Generations reserved at a time; a crash skips at most this many."""
+
+
+class HostTier:
+    """Pools of host memory behind the `Tier` protocol.
+
+    `kind="shm"`: private files in `directory`, on a memory file system; what they hold is taken
+    back by the next HostTier on that directory, unless the machine was booted since or the pool's
+    name or size changed. `kind="sealed"`: memory that nobody can map writable, gone with the
+    process. With huge pages from hugetlbfs, `shm` keeps the data file in `hugetlb_directory`.
+    The caller holds the lock on the directory. `notes` says what was dropped or could not be had.
+    Raises ConfigError or TierError.
+    """
+
+    durable = False
+
+    def __init__(
+        self,
+        pools: Sequence[PoolConfig],
+        kind: PoolKind = "shm",
+        directory: str | Path | None = None,
+        hugepages: HugePages = "off",
+        hugetlb_directory: str | Path | None = None,
+        prefault: bool = False,
+        lock_memory: bool = False,
+        first_generation: int = 1,
+        name: str = "host",
+    ) -> None:
+        self.name = name
+        self._opened = OpenPools(
+            pools,
+            kind,
+            Path(directory) if directory is not None else None,
+            hugepages,
+            Path(hugetlb_directory) if hugetlb_directory is not None else None,
+        )
+        self._pools = self._opened.pools
+        self._by_name = {pool.name: pool for pool in self._pools.values()}
+        self._start_generations(first_generation)
+        regions = [(p.data.ctypes.data, len(p.data)) for p in self._pools.values()]
+        self._prefaulter = Prefaulter(regions, prefault, lock_memory)
+        self._prefaulter.start()
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence for each thing that was dropped or could not be had at open."""
+        return self._opened.notes
+
+    @property
+    def prefault(self) -> Prefaulter:
+        """Progress of making pages present and locking them."""
+        return self._prefaulter
+
+    @property
+    def prefaulted_bytes(self) -> int:
+        return self._prefaulter.prefaulted_bytes
+
+    @property
+    def locked_bytes(self) -> int:
+        return self._prefaulter.locked_bytes
+
+    @property
+    def torn_header_count(self) -> int:
+        """Headers that recovery found torn or damaged."""
+        return sum(pool.torn_header_count for pool in self._pools.values())
+
+    @property
+    def dropped_chunk_count(self) -> int:
+        """Chunks that recovery gave up because their map entry was damaged."""
+        return sum(pool.dropped_chunk_count for pool in self._pools.values())
+
+    def reserve(
+        self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
+    ) -> list[int]:
+        room = self._pool(pool)
+        offsets = room.slab.reserve(*_class(payload_bytes, symbol_bytes), count)
+        return [make_place(room.number, offset) for offset in offsets]
+
+    def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
+        generations = []
+        for place, header, checksum in blocks:
+            generation = self._next_generation
+            if generation >= self._reserved_generations:
+                self._reserve_generations()
+            self._next_generation += 1
+            pool = self._pools[place >> POOL_SHIFT]
+            pool.publish(place_offset(place), header, checksum, generation)
+            generations.append(generation)
+        return generations
+
+    def discard(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._pools[place >> POOL_SHIFT].discard(place_offset(place))
+
+    def free(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._pools[place >> POOL_SHIFT].slab.free(place_offset(place))
+
+    def usage(self, pool: str | None = None) -> TierUsage:
+        pools = self._pools.values() if pool is None else [self._pool(pool)]
+        return sum((p.usage() for p in pools), NO_USAGE)
+
+    def header(self, place: int) -> BlockHeader:
+        return self._record(place).header
+
+    def checksum(self, place: int) -> bytes:
+        return self._record(place).checksum
+
+    def generation(self, place: int) -> int:
+        return self._pools[place >> POOL_SHIFT].generations[place_offset(place) >> SLOT_SHIFT]
+
+    def recover(self) -> Iterator[StoredBlock]:
+        for pool in self._pools.values():
+            yield from pool.recover()
+
+    def adopt(self, place: int) -> None:
+        self._pools[place >> POOL_SHIFT].adopt(place_offset(place))
+
+    def finish_recovery(self) -> list[int]:
+        return [
+            make_place(pool.number, offset)
+            for pool in self._pools.values()
+            for offset in pool.finish_recovery()
+        ]
+
+    def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
+        room = self._pool(pool)
+        offsets = room.slab.drain(*_class(payload_bytes, symbol_bytes))
+        return [make_place(room.number, offset) for offset in offsets]
+
+    def cancel_drain(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> None:
+        self._pool(pool).slab.cancel_drain(*_class(payload_bytes, symbol_bytes))
+
+    def check_integrity(self) -> None:
+        for pool in self._pools.values():
+            pool.check_integrity()
+
+    def close(self, keep: bool = True) -> None:
+        self._prefaulter.stop()
+        self._by_name.clear()
+        self._opened.close(keep)
+
+    def write(self, place: int, source: Source) -> bytes:
+        pool, offset = self._pools[place >> POOL_SHIFT], place_offset(place)
+        assert not pool.generations[offset >> SLOT_SHIFT], "a published block is never written"
+        return payload.copy_hashed(pool.slot(offset), source)
+
+    def read(self, place: int, target: Target, length: int) -> None:
+        payload.copy_out(self._stored(place, length), target)
+
+    def verify(self, place: int, length: int, checksum: bytes) -> bool:
+        return payload.digest(self._stored(place, length)) == checksum
+
+    def copy(self, source_place: int, target_place: int, length: int) -> bytes:
+        return self.write(target_place, self._stored(source_place, length))
+
+    def view(self, place: int, length: int) -> memoryview:
+        return memoryview(self._stored(place, length)).toreadonly()
+
+    def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
+        return [self._pool(tenant_pool).shared()]
+
+    def _pool(self, name: str) -> HostPool:
+        pool = self._by_name.get(name)
+        if pool is None:
+            known = ", ".join(map(repr, self._by_name))
+            raise TierError(f"tier {self.name} has no pool {name!r}; its pools are {known}")
+        return pool
+
+    def _record(self, place: int) -> SlotRecord:
+        return self._pools[place >> POOL_SHIFT].record(place_offset(place))
+
+    def _stored(self, place: int, length: int) -> np.ndarray:
+        offset = place_offset(place)
+        return self._pools[place >> POOL_SHIFT].data[offset : offset + length]
+
+    def _start_generations(self, first_generation: int) -> None:
+        known = [pool.generation_reservation for pool in self._pools.values() if not pool.fresh]
+        self._next_generation = max(first_generation, *known, 1)
+        self._reserve_generations()
+
+    def _reserve_generations(self) -> None:
+        """Writes down, in every pool, that more generations may be handed out."""
+        self._reserved_generations = self._next_generation + GENERATION_STEP
+        for pool in self._pools.values():
+            pool.reserve_generations(self._reserved_generations)
+
+
+def _class(payload_bytes: int, symbol_bytes: int) -> tuple[int, int]:
+    """(slot bytes, header bytes); a slot is never smaller than its header."""
+    header = header_bytes(symbol_bytes)
+    return max(slot_bytes(payload_bytes), slot_bytes(header)), header
