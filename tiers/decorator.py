@@ -1,0 +1,89 @@
+"""A tier around a tier: passes everything on, for decorators to override what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.tiers.base import (
+    AddressableTier,
+    BlockHeader,
+    SharedPool,
+    Source,
+    StoredBlock,
+    Target,
+    TierUsage,
+)
+
+
+class TierDecorator:
+    """Behaves exactly as `inner` does."""
+
+    def __init__(self, inner: AddressableTier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.durable = inner.durable
+
+    def reserve(
+        self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
+    ) -> list[int]:
+        return self.inner.reserve(payload_bytes, symbol_bytes, count, pool)
+
+    def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
+        return self.inner.commit(blocks)
+
+    def discard(self, places: Sequence[int]) -> None:
+        self.inner.discard(places)
+
+    def free(self, places: Sequence[int]) -> None:
+        self.inner.free(places)
+
+    def usage(self, pool: str | None = None) -> TierUsage:
+        return self.inner.usage(pool)
+
+    def header(self, place: int) -> BlockHeader:
+        return self.inner.header(place)
+
+    def checksum(self, place: int) -> bytes:
+        return self.inner.checksum(place)
+
+    def generation(self, place: int) -> int:
+        return self.inner.generation(place)
+
+    def recover(self) -> Iterator[StoredBlock]:
+        return self.inner.recover()
+
+    def adopt(self, place: int) -> None:
+        self.inner.adopt(place)
+
+    def finish_recovery(self) -> list[int]:
+        return self.inner.finish_recovery()
+
+    def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
+        return self.inner.drain_candidates(payload_bytes, symbol_bytes, pool)
+
+    def cancel_drain(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> None:
+        self.inner.cancel_drain(payload_bytes, symbol_bytes, pool)
+
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
+    def close(self, keep: bool = True) -> None:
+        self.inner.close(keep)
+
+    def write(self, place: int, source: Source) -> bytes:
+        return self.inner.write(place, source)
+
+    def read(self, place: int, target: Target, length: int) -> None:
+        self.inner.read(place, target, length)
+
+    def verify(self, place: int, length: int, checksum: bytes) -> bool:
+        return self.inner.verify(place, length, checksum)
+
+    def copy(self, source_place: int, target_place: int, length: int) -> bytes:
+        return self.inner.copy(source_place, target_place, length)
+
+    def view(self, place: int, length: int) -> memoryview:
+        return self.inner.view(place, length)
+
+    def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
+        return self.inner.shared_pools(tenant_pool)
