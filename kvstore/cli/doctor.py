@@ -75,8 +75,8 @@ def examine(config_path: Path | None, directory: str) -> list[Finding]:
     config, verdict = _configuration(config_path)
     findings = [verdict]
     if config is not None:
-        findings += [_memlock(config), _memory_file_system(config)]
-    checks: tuple[Callable[[], Finding], ...] = (_cgroup, _user, _hugepages, _open_files, _kernel)
+        findings += [_memlock(config), _memory_file_system(config), hugepages(config, meminfo())]
+    checks: tuple[Callable[[], Finding], ...] = (_cgroup, _user, _open_files, _kernel)
     findings += [check() for check in checks]
     return [*findings, direct_io(directory), *_versions()]
 
@@ -156,18 +156,30 @@ def _user() -> Finding:
     if os.geteuid() == 0:
         return Finding(
             "user", WARN, "root: the daemon needs no such rights",
-            "run it as a user of its own (the unit file in deploy/ does)",
+            "run it as a user of its own",
         )  # fmt: skip
     return Finding("user", OK, f"uid {os.geteuid()}")
 
 
-def _hugepages() -> Finding:
-    memory = meminfo()
+def hugepages(config: Config, memory: dict[str, int]) -> Finding:
+    """Free huge pages and tmpfs's transparent ones, against what the host tier asks for."""
     lines = _read_lines(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     shmem = lines[0].partition("[")[2].partition("]")[0] if lines else "unknown"
-    pages = memory.get("HugePages_Free", 0)
-    size = format_bytes(memory.get("Hugepagesize", 0))
-    return Finding("hugepages", OK, f"{pages} free of {size}; transparent in tmpfs: {shmem}")
+    pages, page_bytes = memory.get("HugePages_Free", 0), memory.get("Hugepagesize", 0)
+    found = f"{pages} free of {format_bytes(page_bytes)}; transparent in tmpfs: {shmem}"
+    host = config.tiers.host
+    if host.hugepages == "hugetlb" and pages * page_bytes < host.size:
+        need = -(-host.size // page_bytes) if page_bytes else 0
+        return Finding(
+            "hugepages", FAIL, f"{found}; tiers.host.hugepages = 'hugetlb' needs {need}",
+            f"run `sysctl vm.nr_hugepages={need}` or set tiers.host.hugepages = 'advise'",
+        )  # fmt: skip
+    if host.hugepages == "advise" and shmem in ("never", "deny"):
+        return Finding(
+            "hugepages", WARN, f"{found}; 'advise' has no effect",
+            "run `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`",
+        )  # fmt: skip
+    return Finding("hugepages", OK, found)
 
 
 def _open_files() -> Finding:
