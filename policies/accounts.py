@@ -12,6 +12,8 @@ from kvstore.core.block import NO_PLACE
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.space import Space
 
+NO_LIMIT_BYTES = 1 << 62
+
 
 class Quota(NamedTuple):
     """A tenant's share of a tier; None is no limit, no protection."""
@@ -78,17 +80,10 @@ class Accounts:
     def quota(self, tenant: str, tier: int) -> Quota:
         return self._quotas.get((tier, tenant), Quota())
 
-    def room(self, tier: int, tenant: str) -> int | None:
-        """Bytes below the tenant's cap, 0 when above it; None without a cap."""
+    def room(self, tier: int, tenant: str) -> int:
+        """Bytes below the tenant's cap, negative above it; NO_LIMIT_BYTES less what it has."""
         cap = self.quota(tenant, tier).cap_bytes
-        return None if cap is None else max(0, cap - self.tenant_used(tier, tenant))
-
-    def over_cap(self, tier: int, tenant: str, incoming_bytes: int) -> int:
-        """Bytes by which the tenant would pass its cap with `incoming_bytes` more."""
-        cap = self.quota(tenant, tier).cap_bytes
-        if cap is None:
-            return 0
-        return max(0, self.tenant_used(tier, tenant) + incoming_bytes - cap)
+        return (NO_LIMIT_BYTES if cap is None else cap) - self.tenant_used(tier, tenant)
 
     def spare(self, tier: int, pool: str, tenant: str) -> int:
         """Bytes that the tenant may lose to others: what it uses above its floor."""

@@ -45,15 +45,14 @@ class Residency:
 
     # What the store tells
 
-    def access(self, path: Sequence[Span]) -> None:
-        """A lookup or a put came down `path`: an access to all of it.
+    def access(self, path: Sequence[Span]) -> Sequence[Span]:
+        """A lookup or a put came down `path`: an access to all of it. Answers `path`, still true.
 
-        Where the path ends inside a run, the run is split, so that its end gets no younger. Take
-        paths and anchors' depths again after this.
+        Where the path ends inside a run, the run is split, so that its end gets no younger.
         """
         span = _last_ready(path)
         if span is None:
-            return
+            return path
         run, _, stop = span
         if stop < run.ready:
             self.index.split(run, stop)
@@ -64,6 +63,7 @@ class Residency:
         for tier in range(self.index.tier_count):
             if run.resident_in(tier):
                 self._policy(tier, run).on_access(run)
+        return path
 
     def set_cost(self, run: Run, seconds: float) -> None:
         """Losing `run` would cost `seconds`."""
@@ -104,38 +104,31 @@ class Residency:
 
     # Room
 
-    def room(self, tier: int, pool: str, tenant: str) -> int | None:
-        """Bytes that `tenant` may still add in `tier` before its cap; None without a cap."""
+    def room(self, tier: int, pool: str, tenant: str) -> int:
+        """Bytes that `tenant` may still add in `tier`: below 0 over its cap, huge without one."""
         return self.accounts.room(tier, tenant)
 
     def make_room(
-        self,
-        tier: int,
-        pool: str,
-        tenant: str,
-        bytes_needed: int,
-        incoming_bytes: int | None = None,
+        self, tier: int, pool: str, tenant: str, bytes_needed: int, incoming_bytes: int = 0
     ) -> Iterator[Drop]:
         """Yields drops until `bytes_needed` are freed in `pool`, or nothing more can go.
 
         Carry each one out (`PrefixIndex.drop`) before asking for the next. First the tenant's own
-        runs, until `incoming_bytes` (by default what is needed) fit under its cap; then the
-        least worth of any tenant, except what a floor of another tenant protects.
+        runs, until it is within its cap with `incoming_bytes` more than it has staged and stored;
+        then the least worth of any tenant, except what another tenant's floor protects.
         """
-        incoming = bytes_needed if incoming_bytes is None else incoming_bytes
-        self._record("make_room", tier, pool, tenant, bytes_needed, incoming)
+        self._record("make_room", tier, pool, tenant, bytes_needed, incoming_bytes)
         accounts = self.accounts
-        over = accounts.over_cap(tier, tenant, incoming)
-        freed = 0
+        before = accounts.used(tier, pool)
+        over = incoming_bytes - accounts.room(tier, tenant)
         if over > 0:
-            before = accounts.used(tier, pool)
             yield from self._evict(tier, pool, {tenant}, over, "cap", tenant)
-            freed = before - accounts.used(tier, pool)
-            if accounts.over_cap(tier, tenant, incoming) > 0:
+            if incoming_bytes > accounts.room(tier, tenant):
                 return
-        if freed < bytes_needed:
+        left = bytes_needed - (before - accounts.used(tier, pool))
+        if left > 0:
             tenants = accounts.tenants(tier, pool)
-            yield from self._evict(tier, pool, tenants, bytes_needed - freed, "capacity", tenant)
+            yield from self._evict(tier, pool, tenants, left, "capacity", tenant)
 
     def _evict(
         self, tier: int, pool: str, tenants: set[str], bytes_needed: int, reason: str, own: str
@@ -259,7 +252,7 @@ class Residency:
 
 def _last_ready(path: Sequence[Span]) -> Span | None:
     """The READY end of a path."""
-    for span in reversed(path):
-        if span.run.ready > span.start:
-            return Span(span.run, span.start, min(span.stop, span.run.ready))
+    for run, start, stop in reversed(path):
+        if run.ready > start:
+            return Span(run, start, min(stop, run.ready))
     return None

@@ -16,10 +16,13 @@ class PlacedTree(Tree):
     """A tree that answers where a block's shards are, tier by tier."""
 
     def places(self, path: Sequence[Span], tier: int, shard: int) -> np.ndarray:
-        """Places (int64, NO_PLACE where there is none) of a path's blocks in `tier`."""
+        """Places (int64, NO_PLACE where there is none) of a path's blocks in `tier`.
+
+        A path is a sequence of `Span`s or plain (run, start, stop).
+        """
         if not path:
             return np.empty(0, np.int64)
-        stride = stride_of(path[0].run, self.tier_count)
+        stride = stride_of(path[0][0], self.tier_count)
         if len(path) == 1:
             blob = place_bytes(*path[0], stride)
         else:

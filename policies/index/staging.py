@@ -220,10 +220,11 @@ class StagedTree(PlacedTree):
         """Gives up a RESERVED or COMMITTED shard of a STAGING block.
 
         A block left without any shard goes, and everything below it: whatever other writers have
-        there goes too, their anchors die.
+        there goes too, their anchors die. This writer's own anchor moves up to what is left.
         """
         staging, cell = self._staged(run, i, shard)
         assert staging.states[cell] != NONE
+        owner = staging.owners[cell]
         staging.states[cell], staging.owners[cell] = NONE, 0
         shards, freed = run.root.space.shard_count, Removed([[] for _ in self._tiers], [], [])
         for tier in self._tiers:
@@ -237,10 +238,23 @@ class StagedTree(PlacedTree):
         first = (i - run.ready) * shards
         if any(staging.states[first : first + shards]):
             return freed
+        above = Span(run, 0, i) if i else self._end_of(run.parent)
         removed = self.remove(run, i)
+        if above is not None:
+            self._move_up(removed.anchors, owner, above)
         for places, more in zip(removed.places, freed.places, strict=True):
             places.extend(more)
         return removed
+
+    def _end_of(self, run: Run | None) -> Span | None:
+        """The whole of a run as a span; None for the head."""
+        return Span(run, 0, run.count) if run is not None and run.count else None
+
+    def _move_up(self, dead: list[Anchor], owner: int, above: Span) -> None:
+        """Revives the owner's anchors among `dead` at the end of `above`."""
+        for anchor in [anchor for anchor in dead if anchor.owner == owner]:
+            dead.remove(anchor)
+            self.reanchor(anchor, above.run, above.stop)
 
     def publish(self, run: Run) -> list[Span]:
         """Makes READY what can be, in `run` and then below it; answers those blocks.

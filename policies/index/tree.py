@@ -258,6 +258,17 @@ class Tree:
 
     def anchor(self, run: Run, depth: int, owner: int) -> Anchor:
         """Protects the first `depth` blocks of `run`, and all above, until `unanchor`."""
+        anchor = Anchor(self._mark(run, depth), owner)
+        anchor._mark.anchors.add(anchor)
+        return anchor
+
+    def reanchor(self, anchor: Anchor, run: Run, depth: int) -> None:
+        """Puts an anchor that is gone on another block."""
+        assert anchor.run is None
+        anchor._mark = self._mark(run, depth)
+        anchor._mark.anchors.add(anchor)
+
+    def _mark(self, run: Run, depth: int) -> Mark:
         assert run.alive
         assert 0 < depth <= run.count
         marks = run.marks
@@ -266,9 +277,7 @@ class Tree:
         mark = marks.get(depth)
         if mark is None:
             mark = marks[depth] = Mark(run, depth)
-        anchor = Anchor(mark, owner)
-        mark.anchors.add(anchor)
-        return anchor
+        return mark
 
     def unanchor(self, anchor: Anchor) -> None:
         """Lets go; nothing happens when the anchor is gone already."""
@@ -285,6 +294,10 @@ class Tree:
         if not marks:
             run.marks = None
         self.listener.on_unanchor(run)
+
+    def anchored_below(self, run: Run) -> bool:
+        """Whether anything below `run` is anchored: its blocks are held then, all of them."""
+        return any(below.marks for below in self.runs(run) if below is not run)
 
     # Removal
 
