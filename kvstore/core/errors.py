@@ -3,7 +3,8 @@
 KVStoreError
 ├── InvalidRequest         INVALID_ARGUMENT     names the field
 │   └── SpecError          INVALID_ARGUMENT     a KVSpec field is wrong
-├── SpecMismatch           FAILED_PRECONDITION  bytes of another layout, size or epoch
+├── FailedPrecondition     FAILED_PRECONDITION  the call does not fit what is set up
+│   └── SpecMismatch       FAILED_PRECONDITION  bytes of another layout, size or epoch
 ├── NotFound               NOT_FOUND            unknown session, space or reservation
 │   └── LeaseLost          NOT_FOUND            the lease ended; the bytes may be others now
 ├── Unauthenticated        UNAUTHENTICATED      no session token, or a wrong one
@@ -36,8 +37,12 @@ class SpecError(InvalidRequest):
     pass
 
 
-class SpecMismatch(KVStoreError):
+class FailedPrecondition(KVStoreError):
     code = "FAILED_PRECONDITION"
+
+
+class SpecMismatch(FailedPrecondition):
+    pass
 
 
 class NotFound(KVStoreError):

@@ -1,0 +1,137 @@
+"""`GrpcServer`: the public interface, on a Unix socket and, if configured, on TCP with mTLS."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from kvstore.core.errors import AlreadyRunning, ConfigError
+from kvstore.server import sockets
+from kvstore.server.budget import MessageBudget
+from kvstore.server.grpc_calls import SERVICE_NAMES, Gate
+from kvstore.server.service import Service
+from kvstore.server.sessions import Sessions
+
+METADATA_BYTES = 8 << 10
+STREAMS_A_CONNECTION = 64
+CALLS_MAX = 512
+KEEPALIVE_MILLISECONDS = 5000
+
+
+class TcpSettings(Protocol):
+    """Where to listen and what to prove and ask: PEM files, all required."""
+
+    @property
+    def listen(self) -> str: ...
+    @property
+    def cert(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def client_ca(self) -> str: ...
+
+
+class GrpcServer:
+    """Two grpc.aio servers at most: their rules of who may call what differ.
+
+    Health answers NOT_SERVING until `set_serving(True)`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        sessions: Sessions,
+        path: Path,
+        *,
+        budget: MessageBudget,
+        message_bytes: int,
+        group: int | None = None,
+        tcp: TcpSettings | None = None,
+    ) -> None:
+        self._service = service
+        self._sessions = sessions
+        self._path = path
+        self._budget = budget
+        self._message_bytes = message_bytes
+        self._group = group
+        self._tcp = tcp
+        self._health = HealthServicer()
+        self._servers: list[grpc.aio.Server] = []
+        self.tcp_port = 0
+
+    async def start(self) -> None:
+        """Binds and serves; raises AlreadyRunning or ConfigError. The caller holds the lock."""
+        await self.set_serving(False)
+        sockets.remove_stale(self._path)
+        unix = self._server(with_certificates=False)
+        with sockets.private_umask():
+            unix.add_insecure_port(f"unix:{self._path}")
+        sockets.share_with(self._path, self._group)
+        if self._tcp is not None:
+            self._listen_tcp(self._server(with_certificates=True), self._tcp)
+        for server in self._servers:
+            await server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer from now on."""
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *SERVICE_NAMES):
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Refuses new calls at once and ends the others after `grace_seconds`."""
+        await self._health.enter_graceful_shutdown()
+        servers, self._servers = self._servers, []
+        await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
+        self._path.unlink(missing_ok=True)
+
+    def _server(self, with_certificates: bool) -> grpc.aio.Server:
+        server = grpc.aio.server(options=self._options(), maximum_concurrent_rpcs=CALLS_MAX)
+        gate = Gate(self._service, self._sessions, self._budget, with_certificates)
+        server.add_generic_rpc_handlers((gate,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._servers.append(server)
+        return server
+
+    def _options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.max_receive_message_length", self._message_bytes),
+            ("grpc.max_send_message_length", self._message_bytes),
+            ("grpc.max_metadata_size", METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+            ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MILLISECONDS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_MILLISECONDS),
+            # Without this one a hung peer is noticed after 60 s, whatever keepalive says.
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_MILLISECONDS),
+        ]
+
+    def _listen_tcp(self, server: grpc.aio.Server, tcp: TcpSettings) -> None:
+        credentials = grpc.ssl_server_credentials(
+            [(_read("key", tcp.key), _read("cert", tcp.cert))],
+            root_certificates=_read("client_ca", tcp.client_ca),
+            require_client_auth=True,
+        )
+        try:
+            self.tcp_port = server.add_secure_port(tcp.listen, credentials)
+        except RuntimeError:
+            self.tcp_port = 0
+        if not self.tcp_port:
+            raise AlreadyRunning(
+                f"server.tcp.listen: {tcp.listen} cannot be bound; free it or choose another"
+            )
+
+
+def _read(key: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"server.tcp.{key}: {path} cannot be read ({error.strerror}); correct the path"
+        ) from error

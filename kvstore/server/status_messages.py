@@ -1,0 +1,52 @@
+"""Views of the store as messages: status, spaces, tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.core.views import SpaceView, StatusView, TenantView
+from kvstore.proto.v1 import kvstore_pb2 as pb
+from kvstore.server.translate import spec_message
+
+_PLAIN_FIELDS = (
+    "state", "reason", "session_count", "lease_count", "space_count", "policy", "version", "pid",
+    "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count",
+    "pin_count",
+)  # fmt: skip
+_TIER_FIELDS = (
+    "capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes",
+    "prefaulted_bytes", "locked_bytes",
+)  # fmt: skip
+
+
+def status_response(view: StatusView, counters: Mapping[str, float]) -> pb.StatusResponse:
+    return pb.StatusResponse(
+        **{name: getattr(view, name) for name in _PLAIN_FIELDS},
+        tiers={
+            name: pb.TierStatus(**{field: getattr(tier, field) for field in _TIER_FIELDS})
+            for name, tier in view.tiers.items()
+        },
+        counters=counters,
+    )
+
+
+def space_message(view: SpaceView) -> pb.SpaceStatus:
+    return pb.SpaceStatus(
+        space_id=view.id,
+        spec=spec_message(view.spec),
+        tenant=view.tenant,
+        epoch=view.epoch,
+        block_count=view.block_count,
+        used_bytes=view.used_bytes,
+        attachment_count=view.attachment_count,
+    )
+
+
+def tenant_message(view: TenantView) -> pb.TenantStatus:
+    return pb.TenantStatus(
+        tenant=view.tenant,
+        isolated=view.isolated,
+        used_bytes=view.used_bytes,
+        cap_bytes=view.cap_bytes,
+        floor_bytes=view.floor_bytes,
+    )
