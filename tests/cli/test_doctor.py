@@ -1,0 +1,72 @@
+"""`kvstore doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.doctor import direct_io, examine, file_system_type, hugepages
+from kvstore.cli.main import run
+from kvstore.core.config import load
+from kvstore.core.machine import FixedMachine
+
+GIB = 1 << 30
+
+
+def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--json holds every finding with its status, what was found and the fix."""
+    assert run(["doctor", "--json", "--directory", str(tmp_path)]) in (0, 1)
+    document = json.loads(capsys.readouterr().out)
+    names = {finding["check"] for finding in document["findings"]}
+    assert {
+        "configuration", "memlock limit", "memory file system", "cgroup memory", "user",
+        "hugepages", "kernel", "direct I/O", "python", "grpcio",
+    } <= names  # fmt: skip
+    counted = document["ok"] + document["warn"] + document["fail"]
+    assert counted == len(document["findings"])
+    for finding in document["findings"]:
+        assert finding["found"]
+        assert (finding["status"] == "ok") == (finding["fix"] == "")
+
+
+def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --json the findings are a table."""
+    run(["doctor"])
+    assert "memlock limit" in capsys.readouterr().out
+
+
+def test_bad_configuration_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A configuration that the daemon would refuse is a failed finding, and exit 1."""
+    file = tmp_path / "kvstore.toml"
+    file.write_text('[tiers.host]\nsize = "900TiB"')
+    finding = examine(file, str(tmp_path))[0]
+    assert (finding.check, finding.status) == ("configuration", "fail")
+    assert "tiers.host.size" in finding.found
+    assert run(["doctor", "--config", str(file), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fail"] >= 1
+
+
+def test_missing_huge_pages_fail_with_their_number() -> None:
+    """Explicit huge pages that are not there: the finding says how many are needed."""
+    host = {"size": "1GiB", "hugepages": "hugetlb"}
+    config = load(None, {}, FixedMachine(), {"tiers": {"host": host}})
+    memory = {"HugePages_Free": 10, "Hugepagesize": 2 << 20}
+    finding = hugepages(config, memory)
+    assert finding.status == "fail"
+    assert "vm.nr_hugepages=512" in finding.fix
+    assert hugepages(config, {**memory, "HugePages_Free": 512}).status == "ok"
+
+
+def test_direct_io_is_tried(tmp_path: Path) -> None:
+    """A directory that is missing is tried at its nearest parent, and nothing is left behind."""
+    finding = direct_io(str(tmp_path / "later"))
+    assert finding.status in ("ok", "warn")
+    assert str(tmp_path) in finding.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_system_type_is_the_nearest_mounts() -> None:
+    """/proc is a proc file system, whatever the root is on."""
+    assert file_system_type(Path("/proc/self")) == "proc"
