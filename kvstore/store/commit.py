@@ -113,6 +113,8 @@ class CommitFlow:
         self._table.committed(reservation, positions)
         ready = self._publisher.publish(runs)
         self._table.published(attachment.space.number)
+        if reservation.anchor.run is None:
+            return bytes(len(places))
         return bytes(BlockOutcome.STORED if p in ready else BlockOutcome.PENDING for p in places)
 
 

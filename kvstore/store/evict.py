@@ -24,12 +24,15 @@ class Remover:
 
     def drop(self, action: Drop) -> None:
         """Evicts the tail of a run from its tier."""
-        removed = self._parts.index.remove(action.run, action.keep)
+        removed = self._parts.index.drop(action.run, action.keep, action.tier)
         self.removed(action.run.root.space, removed, action.reason)
 
     def make_room(self, space: Space, byte_count: int) -> None:
-        """Evicts what the policy gives up until `byte_count` is free or nothing more may go."""
-        for action in self._parts.residency.make_room(HOST, space.pool, space.tenant, byte_count):
+        """Evicts what the policy gives up: until the tenant is within its cap, which counts what
+        it has reserved, and `byte_count` more are free in its pool, or nothing more may go.
+        """
+        residency = self._parts.residency
+        for action in residency.make_room(HOST, space.pool, space.tenant, byte_count, 0):
             self.drop(action)
 
     def removed(self, space: Space, removed: Removed, reason: str) -> None:

@@ -79,6 +79,16 @@ class Parts:
     def limits(self) -> LimitsSection:
         return self.config.limits
 
+    def pool_of(self, tenant: str) -> str:
+        """Name of the host pool that a tenant's blocks lie in: its own if it is isolated."""
+        return tenant if tenant in self.config.host_pools else ""
+
+    def known_tenants(self) -> set[str]:
+        """Tenants that the configuration or a space names."""
+        config = self.config
+        named = {t.name for t in config.tenants} | {rule.tenant for rule in config.access}
+        return named | {space.tenant for space in self.spaces.values()} | {"default"}
+
     def start_reading(self) -> int:
         """A new reader's id: anchors with it keep a block's slot while a worker reads it."""
         reader = self.next_id()

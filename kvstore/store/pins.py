@@ -13,7 +13,16 @@ from kvstore.store.sessions import Session
 class Pin:
     """One pinned prefix; `names` are the request id or printed key it was made under."""
 
-    __slots__ = ("anchor", "block_count", "id", "lost", "name", "pinned_bytes", "session", "tenant")
+    __slots__ = (
+        "anchor",
+        "block_count",
+        "id",
+        "name",
+        "owner",
+        "pinned_bytes",
+        "session",
+        "tenant",
+    )
 
     def __init__(self, pin_id: str, name: str, session: Session, tenant: str) -> None:
         self.id = pin_id
@@ -23,7 +32,7 @@ class Pin:
         self.anchor: Any = None
         self.block_count = 0
         self.pinned_bytes = 0
-        self.lost = False
+        self.owner = 0
 
 
 class PinTable:
@@ -53,7 +62,8 @@ class PinTable:
         self._check_limits(session, space.tenant, byte_count)
         self._next += 1
         pin = Pin(f"pin-{self._next}", name, session, space.tenant)
-        pin.anchor = parts.index.anchor(run, depth, pin)
+        pin.owner = parts.next_id()
+        pin.anchor = parts.index.anchor(run, depth, pin.owner)
         pin.block_count, pin.pinned_bytes = count, byte_count
         self._pins[pin.id] = pin
         self._deadlines.set(pin.id, parts.clock.now() + ttl)
@@ -73,7 +83,10 @@ class PinTable:
     def tick(self, now: float) -> None:
         for pin_id in self._deadlines.pop_due(now):
             self._end(self._pins[pin_id])
-        for pin in [p for p in self._pins.values() if p.lost]:
+
+    def lost(self, owner: int) -> None:
+        """The blocks under the anchor of `owner`, if that is a pin, are gone."""
+        for pin in [p for p in self._pins.values() if p.owner == owner]:
             self._end(pin)
 
     def _check_limits(self, session: Session, tenant: str, byte_count: int) -> None:

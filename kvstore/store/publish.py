@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvstore.core.errors import TierError
 from kvstore.core.keys import chain_keys
 from kvstore.policies.index import Run, Span
+from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, TIER_NAMES, Parts
 from kvstore.tiers.base import BlockHeader
 
@@ -13,19 +15,27 @@ from kvstore.tiers.base import BlockHeader
 class Publisher:
     """Makes blocks visible, all at once for the owner thread: index, headers, events."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, remover: Remover) -> None:
         self._parts = parts
+        self._remover = remover
 
     def remember(self, places: list[int], checksums: list[bytes]) -> None:
         """Keeps the checksums of written slots until their blocks are READY."""
         self._parts.checksums.update(zip(places, checksums, strict=True))
 
     def publish(self, runs: Iterable[Run]) -> set[int]:
-        """Publishes what may be of `runs` and below; answers with the places now READY."""
-        ready: set[int] = set()
+        """Publishes what may be of `runs` and below; answers with the places now READY.
+
+        Blocks whose headers the tier cannot write are dropped again, with what depends on them.
+        """
+        index, ready = self._parts.index, set[int]()
         for run in runs:
-            for span in self._parts.index.publish(run):
-                ready.update(self._commit(span))
+            for span in index.publish(run):
+                try:
+                    ready.update(self._commit(span))
+                except TierError:
+                    removed = index.remove(span.run, span.start)
+                    self._remover.removed(span.run.root.space, removed, "lost_parent")
         return ready
 
     def _commit(self, span: Span) -> list[int]:
@@ -45,8 +55,10 @@ class Publisher:
                     space.id, run.root.digest, key, parents[n], position, shard, space.epoch,
                     space.block_bytes, symbols[n],
                 )  # fmt: skip
-                blocks.append((place, header, parts.checksums.pop(place)))
+                blocks.append((place, header, parts.checksums[place]))
         parts.host.commit(blocks)
+        for place, _, _ in blocks:
+            del parts.checksums[place]
         parts.recorder.put_bytes(len(blocks) * space.block_bytes)
         parts.events.stored(space, TIER_NAMES[HOST], b"".join(keys), parent_key, b"".join(symbols))
         return [place for place, _, _ in blocks]

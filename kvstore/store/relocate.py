@@ -59,8 +59,9 @@ class Relocator:
 
     def _is_held(self, run: Any, i: int) -> bool:
         """Whether an anchor covers block `i`: on the run itself, or on anything below."""
-        index = self._parts.index
-        return i < run.anchored_blocks() or index.anchored_below(run)
+        if i < run.anchored_blocks():
+            return True
+        return any(below.marks for below in self._parts.index.runs(run) if below is not run)
 
     def _move(self, run: Any, i: int, shard: int, place: int) -> None:
         parts, space = self._parts, run.root.space

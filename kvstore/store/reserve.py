@@ -129,7 +129,7 @@ class ReserveFlow:
     def _slots(self, space: Space, count: int) -> list[int]:
         """Up to `count` slots: free ones, then those of victims the policy gives up."""
         host = self._parts.host
-        count = self._within_quota(space, count)
+        count = self._within_cap(space, count)
         places: list[int] = []
         while count:
             symbol = max(space.spec.symbol_bytes, SYMBOL_BYTES_MIN)
@@ -143,15 +143,13 @@ class ReserveFlow:
                 break
         return places
 
-    def _within_quota(self, space: Space, count: int) -> int:
-        """How many of `count` more blocks the tenant's cap allows, once its own have made room."""
-        residency = self._parts.residency
-        # The wanted blocks are counted already: they are staged.
-        over = -residency.room(HOST, space.pool, space.tenant)
-        if over > 0:
-            self._remover.make_room(space, over)
-            over = -residency.room(HOST, space.pool, space.tenant)
-        return max(0, count - max(0, -(-over // space.slot_bytes)))
+    def _within_cap(self, space: Space, count: int) -> int:
+        """How many of `count` staged blocks the tenant's cap allows, its own evicted first."""
+        accounts = self._parts.residency.accounts
+        if accounts.over_cap(HOST, space.tenant, 0):
+            self._remover.make_room(space, 0)
+        over = accounts.over_cap(HOST, space.tenant, 0)
+        return max(0, count - -(-over // space.slot_bytes))
 
 
 def _refusal(attachment: Attachment, query: Query) -> str:

@@ -1,0 +1,68 @@
+"""What the store shows of itself: status, spaces, tenants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.core.spec import KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """A tier now; used + free + resting = capacity."""
+
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    resting_bytes: int
+    block_count: int
+    state: str = "serving"
+    prefaulted_bytes: int = 0
+    locked_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StatusView:
+    """The daemon now. `state` is starting, serving, draining or degraded."""
+
+    state: str
+    reason: str
+    tiers: dict[str, TierView]
+    session_count: int
+    lease_count: int
+    space_count: int
+    reservation_count: int
+    pin_count: int
+    block_count: int
+    leased_bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    readopted_blocks: int
+    policy: str
+    version: str
+    pid: int
+    uptime_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceView:
+    """A space now; `used_bytes` by tier."""
+
+    id: bytes
+    spec: KVSpec
+    tenant: str
+    epoch: int
+    block_count: int
+    attachment_count: int
+    used_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """A tenant now: bytes used and quotas, by tier; a missing quota is none."""
+
+    tenant: str
+    isolated: bool
+    used_bytes: dict[str, int] = field(default_factory=dict)
+    cap_bytes: dict[str, int] = field(default_factory=dict)
+    floor_bytes: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,72 @@
+"""Puts a store together from its tiers, clock and mover; daemon and in-process stores both do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from kvstore.core.clock import Clock
+from kvstore.core.config import Config
+from kvstore.core.lease import Lease
+from kvstore.core.recorder import NO_RECORDER, Recorder
+from kvstore.events import EventLog
+from kvstore.mover import Mover
+from kvstore.policies.index import PrefixIndex
+from kvstore.policies.residency import Residency
+from kvstore.store.kvstore import KVStore
+from kvstore.store.leases import LeaseTable
+from kvstore.store.parts import HOST, TIER_NAMES, Parts, SpaceRecord
+from kvstore.store.retire import RetiredSlots
+from kvstore.tiers.base import AddressableTier
+
+NO_BLOCK_LIMIT = 1 << 62
+
+
+def assemble(
+    config: Config,
+    clock: Clock,
+    host: AddressableTier,
+    record: SpaceRecord,
+    mover: Mover,
+    defer: Callable[[Callable[[], None]], None],
+    boot_id: str,
+    recorder: Recorder = NO_RECORDER,
+) -> KVStore:
+    """A store over `host`; `defer` runs a callable on the owner thread soon."""
+    # Ids of an earlier life must answer NOT_FOUND, so each life begins at its own wall clock.
+    ids = count(max(1, int(clock.wall() * 1e6)) << 8)
+    residency = Residency(config.policy.eviction)
+    index = PrefixIndex(len(TIER_NAMES), residency, config.index.max_blocks or NO_BLOCK_LIMIT)
+    residency.attach(index)
+    retired = RetiredSlots(host)
+
+    def lease_ended(lease: Lease, reason: str) -> None:
+        index.unanchor(lease.anchor)
+        retired.reader_ended(lease.id)
+        recorder.lease_ended(reason)
+
+    parts = Parts(
+        config=config,
+        clock=clock,
+        index=index,
+        residency=residency,
+        host=host,
+        mover=mover,
+        events=EventLog(clock.wall, config.limits.events_kept),
+        recorder=recorder,
+        record=record,
+        defer=defer,
+        next_id=lambda: next(ids),
+        leases=LeaseTable(clock, config.limits.lease_ttl_seconds, lambda: next(ids), lease_ended),
+        retired=retired,
+    )
+    _set_quotas(residency, config.tenants)
+    return KVStore(parts, boot_id)
+
+
+def _set_quotas(residency: Residency, tenants: Any) -> None:
+    for tenant in tenants:
+        cap = None if tenant.host_cap is None else int(tenant.host_cap)
+        floor = None if tenant.host_floor is None else int(tenant.host_floor)
+        residency.set_quota(tenant.name, HOST, cap, floor)

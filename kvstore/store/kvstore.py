@@ -1,0 +1,395 @@
+"""`KVStore`: the owner's desk. Every call of engines and operators comes through here.
+
+One thread calls it, and no call waits: what takes longer answers through a Completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvstore.core.completion import Completion
+from kvstore.core.errors import (
+    Draining,
+    InvalidRequest,
+    LimitReached,
+    NotFound,
+    PermissionDenied,
+)
+from kvstore.core.lease import Lease
+from kvstore.core.plan import (
+    NO_HINTS,
+    CommitResult,
+    CommitRun,
+    LookupResult,
+    PinResult,
+    Query,
+    ReserveResult,
+    ReuseHints,
+    Slots,
+    VerifyResult,
+)
+from kvstore.core.space import Space
+from kvstore.core.spec import KVSpec, space_id
+from kvstore.core.views import StatusView
+from kvstore.store.clear import ClearFlow
+from kvstore.store.commit import CommitFlow
+from kvstore.store.evict import Remover
+from kvstore.store.find import find_key
+from kvstore.store.leases import join_engine
+from kvstore.store.lookup import LookupFlow
+from kvstore.store.parts import HOST, TIER_NAMES, Parts
+from kvstore.store.pins import PinTable
+from kvstore.store.publish import Publisher
+from kvstore.store.relocate import Relocator
+from kvstore.store.reservations import ReservationTable
+from kvstore.store.reserve import ReserveFlow
+from kvstore.store.restore import RestoreFlow
+from kvstore.store.sessions import Attachment, Identity, Session
+from kvstore.store.verify import Verifier
+from kvstore.store.views import space_views, status_view, tenant_view, tenant_views
+from kvstore.tiers.base import SharedPool
+
+SESSION_TTL_SECONDS = 10.0
+
+
+class KVStore:
+    """Index, leases, reservations and sessions of one daemon, over its tiers."""
+
+    def __init__(self, parts: Parts, boot_id: str) -> None:
+        self.parts = parts
+        self.boot_id = boot_id
+        self.started = parts.clock.now()
+        self.on_drain: Callable[[float, bool], None] | None = None
+        self.remover = Remover(parts, self._lost)
+        self.verifier = Verifier(parts, self.remover)
+        self.reservations = ReservationTable(parts, self.remover)
+        self.pins = PinTable(parts)
+        self._lookups = LookupFlow(parts, self.verifier)
+        self._restores = RestoreFlow(parts, self._lookups)
+        self._reserves = ReserveFlow(parts, self.reservations, self.remover, Relocator(parts))
+        self._commits = CommitFlow(parts, self.reservations, Publisher(parts, self.remover))
+        self._clears = ClearFlow(parts, self.remover)
+
+    @property
+    def events(self) -> Any:
+        return self.parts.events
+
+    # ---- Sessions ----
+
+    def open_session(
+        self,
+        identity: Identity,
+        role: str,
+        tenants: Iterable[str],
+        staging: memoryview | None,
+        notify: Callable[[str, Any], None] | None = None,
+        staging_release: Callable[[], None] | None = None,
+        client_name: str = "",
+    ) -> Session:
+        """A new session; raises LimitReached, or Draining.
+
+        `staging_release` is called once nothing reads staging any more after the session ended.
+        """
+        parts = self.parts
+        if parts.draining and role != "admin":
+            raise Draining("the daemon is draining and opens no new sessions")
+        if len(parts.sessions) >= parts.limits.sessions:
+            parts.recorder.limit_rejected("sessions")
+            raise LimitReached(
+                f"{len(parts.sessions)} sessions are open, the limit limits.sessions; "
+                "close some or raise it"
+            )
+        session = Session(
+            parts.next_id(), identity, role, frozenset(tenants), staging, notify,
+            staging_release, client_name,
+        )  # fmt: skip
+        session.last_seen = parts.clock.now()
+        parts.sessions[session.id] = session
+        return session
+
+    def close_session(self, session: Session, reason: str = "death") -> None:
+        """Ends what the session holds; running copies finish first, then staging is let go."""
+        if session.closed:
+            return
+        parts = self.parts
+        session.closed = True
+        del parts.sessions[session.id]
+        for reservation in list(session.reservations.values()):
+            self.reservations.end(reservation, reason)
+        for key, engine in list(session.engines.items()):
+            engine.sessions.discard(session)
+            if not engine.sessions:
+                parts.engines.pop(key, None)
+                parts.leases.end_all(engine.leases.values(), "death")
+        session.let_staging_go()
+
+    def touch(self, session: Session) -> None:
+        """The session lives."""
+        session.last_seen = self.parts.clock.now()
+
+    def attach(
+        self,
+        session: Session,
+        spec: KVSpec,
+        tenant: str,
+        shard: int = 0,
+        plan_shapes: tuple[str, ...] = ("prefix",),
+        overlap: str = "none",
+        engine_id: str = "",
+    ) -> Attachment:
+        """Binds a spec and shard to the session; the space is made when it is new."""
+        if tenant not in session.tenants:
+            raise PermissionDenied(
+                f"this identity may not use tenant {tenant!r}; an [[access]] rule allows it"
+            )
+        if not 0 <= shard < spec.shard_count:
+            raise InvalidRequest(f"shard is {shard}; pass 0 to {spec.shard_count - 1}")
+        if len(session.attachments) >= self.parts.limits.spaces:
+            raise LimitReached("the session has limits.spaces attachments; reuse them")
+        space = self._space(spec, tenant)
+        key: Any = (session.id, session.next_attachment)
+        if engine_id:
+            key = (session.identity.uid, session.identity.certificate, tenant, engine_id)
+        engine = join_engine(self.parts.engines, key, session)
+        attachment = Attachment(
+            session.next_attachment, session, space, shard, engine, plan_shapes, overlap
+        )
+        session.attachments[attachment.number] = attachment
+        session.next_attachment += 1
+        return attachment
+
+    def _space(self, spec: KVSpec, tenant: str) -> Space:
+        parts = self.parts
+        space = parts.spaces.get(space_id(spec, tenant))
+        if space is not None:
+            return space
+        if len(parts.spaces) >= parts.limits.spaces:
+            parts.recorder.limit_rejected("spaces")
+            raise LimitReached(
+                f"{len(parts.spaces)} spaces exist, the limit limits.spaces; raise it"
+            )
+        space = Space(len(parts.spaces) + 1, spec, tenant, parts.pool_of(tenant))
+        space.epoch = parts.record.epoch_of(space.id)
+        parts.record.remember(space)
+        parts.spaces[space.id] = space
+        return space
+
+    def pools(self, attachment: Attachment) -> list[SharedPool]:
+        """Pools that the attachment's client may map, read-only."""
+        return self.parts.host.shared_pools(attachment.space.pool)
+
+    # ---- Engines' calls ----
+
+    def lookup(
+        self,
+        attachment: Attachment,
+        query: Query,
+        local_tokens: int = 0,
+        deadline_seconds: float | None = None,
+    ) -> LookupResult | Completion[LookupResult]:
+        """Longest stored prefix, leased; see `store.lookup`. Deadlines count once costs do."""
+        return self._lookups.lookup(attachment, query, local_tokens)
+
+    def restore(
+        self,
+        session: Session,
+        lease_id: int,
+        first_block: int,
+        block_count: int,
+        emit: Callable[[Slots], None],
+    ) -> Completion[None]:
+        return self._restores.restore(session, lease_id, first_block, block_count, emit)
+
+    def read_block(
+        self, session: Session, lease_id: int, block: int
+    ) -> Completion[tuple[bytes, bytes]]:
+        return self._restores.read_block(session, lease_id, block)
+
+    def release(self, session: Session, lease_ids: Iterable[int]) -> None:
+        """Ends leases of the session's engines; unknown ids are ignored."""
+        for lease_id in lease_ids:
+            lease = self._own(session, lease_id)
+            if lease is not None:
+                self.parts.leases.end(lease, "release")
+
+    def renew(self, session: Session, lease_ids: Iterable[int]) -> tuple[list[int], float]:
+        """Extends leases; answers with those that no longer live, and the time to live."""
+        lost = []
+        for lease_id in lease_ids:
+            lease = self._own(session, lease_id)
+            if lease is None or lease.anchor.run is None:
+                lost.append(lease_id)
+            else:
+                self.parts.leases.renew(lease)
+        return lost, self.parts.leases.ttl_seconds
+
+    def _own(self, session: Session, lease_id: int) -> Lease | None:
+        lease = self.parts.leases.get(lease_id)
+        return lease if lease and session.engines.get(lease.engine.key) is lease.engine else None
+
+    def finish_request(
+        self,
+        attachment: Attachment,
+        request_id: str,
+        output_tokens: int = 0,
+        reuse: ReuseHints = NO_HINTS,
+    ) -> int:
+        """Ends a request's leases; answers with how many."""
+        lease = self.parts.leases.of_request(attachment, request_id)
+        if lease is None:
+            return 0
+        self.parts.leases.end(lease, "finish")
+        return 1
+
+    def reserve(
+        self, attachment: Attachment, query: Query, first_block: int
+    ) -> ReserveResult | Completion[ReserveResult]:
+        return self._reserves.reserve(attachment, query, first_block)
+
+    def commit(
+        self, session: Session, reservation_id: int, runs: list[CommitRun]
+    ) -> Completion[list[CommitResult]]:
+        return self._commits.commit(session, reservation_id, runs)
+
+    def abort(self, session: Session, reservation_id: int) -> None:
+        """Gives up what of a reservation is not committed; unknown ids are ignored."""
+        reservation = self.reservations.get(reservation_id)
+        if reservation is not None and reservation.session is session:
+            self.reservations.end(reservation, "aborted")
+
+    # ---- Operators' calls ----
+
+    def status(self) -> StatusView:
+        return status_view(self)
+
+    def spaces(self) -> Any:
+        return space_views(self.parts)
+
+    def tenants(self) -> Any:
+        return tenant_views(self.parts)
+
+    def set_policy(self, eviction: str) -> None:
+        """Changes the eviction policy; what is resident stays."""
+        self.parts.residency.set_policy(eviction)
+
+    def set_quota(
+        self, tenant: str, tier: str, cap_bytes: int | None, floor_bytes: int | None
+    ) -> Any:
+        """Changes what is given; 0 takes a quota away. Answers with the tenant's view."""
+        self._check_tier(tier)
+        if tenant not in self.parts.known_tenants():
+            raise NotFound(f"tenant {tenant!r} is unknown; name one of the [[access]] rules")
+        residency, old = self.parts.residency, self.parts.residency.quota(tenant, HOST)
+        cap = old.cap_bytes if cap_bytes is None else cap_bytes or None
+        floor = old.floor_bytes if floor_bytes is None else floor_bytes or None
+        residency.set_quota(tenant, HOST, cap, floor)
+        return tenant_view(self.parts, tenant)
+
+    def pin(
+        self, session: Session, request_id: str, block_key: bytes, ttl_seconds: float
+    ) -> PinResult | Completion[PinResult]:
+        """Keeps a prefix: what a live request's lease covers, or up to a printed key."""
+        if request_id:
+            lease = self._lease_of_request(request_id)
+            return self.pins.pin(
+                session, request_id, lease.anchor.run, lease.anchor.depth, ttl_seconds
+            )
+        answer: Completion[PinResult] = Completion()
+
+        def found(run: Any, i: int) -> None:
+            try:
+                answer.resolve(self.pins.pin(session, block_key.hex(), run, i + 1, ttl_seconds))
+            except Exception as error:
+                answer.fail(error)
+
+        find_key(
+            self.parts, block_key, found,
+            lambda: answer.fail(NotFound(f"no block {block_key.hex()} is stored")),
+        )  # fmt: skip
+        return answer
+
+    def _lease_of_request(self, request_id: str) -> Lease:
+        for lease in self.parts.leases.all():
+            if lease.request_id == request_id and lease.anchor.run is not None:
+                return lease
+        raise NotFound(f"request {request_id!r} holds no lease now; pin a printed block key")
+
+    def unpin(self, pin_id: str, request_id: str = "", block_key: bytes = b"") -> int:
+        return self.pins.unpin(pin_id or request_id or block_key.hex())
+
+    def clear(self, space_id: bytes | None = None, tenant: str | None = None) -> Completion[int]:
+        """Drops a space, a tenant's spaces, or (with neither) everything."""
+        spaces = list(self.parts.spaces.values())
+        if space_id is not None:
+            spaces = [self._known(space_id)]
+        elif tenant is not None:
+            spaces = [space for space in spaces if space.tenant == tenant]
+            if not spaces:
+                raise NotFound(f"tenant {tenant!r} has no spaces; `kvstore spaces` lists them")
+        return self._clears.clear([space for space in spaces if not space.closing])
+
+    def bump_epoch(self, space_id: bytes) -> Completion[tuple[int, int]]:
+        """A new epoch of a space: (its number, blocks removed)."""
+        space = self._known(space_id)
+        answer: Completion[tuple[int, int]] = Completion()
+        removed = self._clears.bump(space)
+        epoch = space.epoch
+        removed.then(lambda done: answer.resolve((epoch, done.result())))
+        return answer
+
+    def verify(self, tier: str = "") -> Completion[VerifyResult]:
+        """Hashes every stored block again; corrupt ones are dropped and named."""
+        if tier:
+            self._check_tier(tier)
+        return self.verifier.verify_all()
+
+    def drain(self, deadline_seconds: float, free: bool) -> None:
+        """Grants nothing new, tells every session, and lets the daemon stop when all is quiet."""
+        self.parts.draining = True
+        for session in list(self.parts.sessions.values()):
+            if session.notify is not None:
+                session.notify("draining", deadline_seconds)
+        if self.on_drain is not None:
+            self.on_drain(deadline_seconds, free)
+
+    def tick(self) -> None:
+        """Ends what is over by time; the daemon calls it every 50 ms."""
+        parts, now = self.parts, self.parts.clock.now()
+        for lease in parts.leases.tick(now):
+            session = lease.attachment.session
+            if session.notify is not None and not session.closed:
+                session.notify("lost_leases", [lease.id])
+        self.reservations.tick(now)
+        self.pins.tick(now)
+        parts.retired.tick(now)
+        for session in list(parts.sessions.values()):
+            if now - session.last_seen > SESSION_TTL_SECONDS:
+                self.close_session(session, "silent")
+
+    def check_integrity(self) -> None:
+        """Recounts everything everywhere; raises AssertionError. For tests and doubts."""
+        parts = self.parts
+        parts.index.check_integrity()
+        parts.residency.check_integrity()
+        parts.host.check_integrity()
+        parts.leases.check_integrity()
+        self.reservations.check_integrity()
+
+    def _known(self, space: bytes) -> Space:
+        found = self.parts.spaces.get(space)
+        if found is None:
+            raise NotFound(f"space {space.hex()} is unknown; `kvstore spaces` lists them")
+        return found
+
+    def _check_tier(self, tier: str) -> None:
+        if tier not in TIER_NAMES:
+            raise InvalidRequest(f"tier is {tier!r}; pass one of {', '.join(TIER_NAMES)}")
+
+    def _lost(self, owner: int) -> None:
+        """Blocks of a reservation or pin are gone."""
+        reservation = self.reservations.get(owner)
+        if reservation is not None:
+            reservation.lost = True
+            self.reservations.end(reservation, "lost")
+        self.pins.lost(owner)
