@@ -134,6 +134,14 @@ class Tier(Protocol):
         """Generation a slot is published under; 0 when it is not."""
         ...
 
+    def generations(self, places: np.ndarray) -> np.ndarray:
+        """Generations (uint64) of places (int64), as `generation` of each; -1 answers 0."""
+        ...
+
+    def next_generation(self) -> int:
+        """Above every generation handed out so far: a clear mark for all that is there."""
+        ...
+
     def recover(self) -> Iterator[StoredBlock]:
         """Blocks whose headers were found valid at open, in no particular order.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from kvstore.tiers.base import (
     AddressableTier,
     BlockHeader,
@@ -48,6 +49,12 @@ class TierDecorator:
 
     def generation(self, place: int) -> int:
         return self.inner.generation(place)
+
+    def generations(self, places: np.ndarray) -> np.ndarray:
+        return self.inner.generations(places)
+
+    def next_generation(self) -> int:
+        return self.inner.next_generation()
 
     def recover(self) -> Iterator[StoredBlock]:
         return self.inner.recover()

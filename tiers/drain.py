@@ -16,16 +16,20 @@ from kvstore.tiers.chunks import SlotClass
 NEARLY_EMPTY = 16
 """A chunk with at most one slot in this many taken is nearly empty."""
 
+DRAIN_PATIENCE = 4096
+"""A drain ends when so many reservations passed since its class last asked for it."""
+
 
 class Drain:
     """A region being emptied: granules [start, stop), and its free blocks, kept from others."""
 
-    __slots__ = ("start", "stop", "withheld", "withheld_granules")
+    __slots__ = ("asked_at", "start", "stop", "withheld", "withheld_granules")
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.withheld: list[tuple[int, int]] = []
         self.withheld_granules = 0
+        self.asked_at = 0
 
     @property
     def complete(self) -> bool:

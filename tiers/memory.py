@@ -143,6 +143,12 @@ class MemoryTier:
         slot = self._slots.get(place)
         return slot.record.generation if slot is not None and slot.record is not None else 0
 
+    def generations(self, places: np.ndarray) -> np.ndarray:
+        return np.array([self.generation(place) for place in places.tolist()], np.uint64)
+
+    def next_generation(self) -> int:
+        return self._next_generation
+
     def reopened(self) -> MemoryTier:
         """What a daemon finds after this one died: committed blocks, all else resting."""
         sizes = {pool: room.capacity_bytes for pool, room in self._pools.items()}

@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 from kvstore.tiers.buddy import Buddy
 from kvstore.tiers.chunks import Chunk, SlotClass, chunk_order, chunk_waste, granule_shift
-from kvstore.tiers.drain import Drain, cheapest_region
+from kvstore.tiers.drain import DRAIN_PATIENCE, Drain, cheapest_region
 
 from kvstore.core.block import SLOT_ALIGN
 
@@ -57,6 +57,7 @@ class Slab:
         self._classes: list[SlotClass] = []
         self._class_by_size: dict[tuple[int, int], SlotClass] = {}
         self._drains: dict[int, Drain] = {}
+        self._reserve_count = 0
         self._empty: set[int] = set()
         self._states: dict[int, bytearray] = {}
         self._head = array("i", [-1]) * count
@@ -72,6 +73,7 @@ class Slab:
     def reserve(self, slot_bytes: int, header_bytes: int, count: int) -> list[int]:
         """Up to `count` slots, now STAGING, ascending within each chunk; fewer when full."""
         slots = self._class(slot_bytes, header_bytes)
+        self._forget_old_drains()
         offsets: list[int] = []
         while len(offsets) < count:
             chunk = self._chunk_with_room(slots)
@@ -170,7 +172,10 @@ class Slab:
         if slots.order < 0 or self._chunk_with_room(slots) >= 0:
             return []
         drain = self._drains.get(slots.number) or self._begin_drain(slots)
-        return [] if drain is None else self._published_in(drain)
+        if drain is None:
+            return []
+        drain.asked_at = self._reserve_count
+        return self._published_in(drain)
 
     def cancel_drain(self, slot_bytes: int, header_bytes: int) -> None:
         slots = self._class_by_size.get((slot_bytes, header_bytes))
@@ -370,6 +375,13 @@ class Slab:
             self._draining[at] = 0
             if self._free[at]:
                 self._list(at, self._classes[self._class_of[at]])
+
+    def _forget_old_drains(self) -> None:
+        """Ends drains that nobody has asked about for long: their free slots serve again."""
+        self._reserve_count += 1
+        oldest = self._reserve_count - DRAIN_PATIENCE
+        for number in [n for n, drain in self._drains.items() if drain.asked_at < oldest]:
+            self._end_drain(number)
 
     def _chunks_in(self, drain: Drain) -> list[int]:
         return [at for at in range(drain.start, drain.stop) if self._class_of[at] >= 0]

@@ -46,6 +46,7 @@ class HostPool:
         self._header_map = mmap.mmap(files.headers, sizes.headers)
         self.data = np.frombuffer(self._data_map, np.uint8)
         self.generations = memoryview(self._generation_map).cast("Q")
+        self.generation_map = np.frombuffer(self.generations, np.uint64)
         self._headers = memoryview(self._header_map)
         self._seed = 0
         self.slab = Slab(sizes.data, self._assign_chunk, self._release_chunk)
@@ -190,6 +191,7 @@ class HostPool:
     def close(self) -> None:
         """Unmaps, except for what views still show."""
         self.data = np.empty(0, np.uint8)
+        del self.generation_map
         self.generations.release()
         self._headers.release()
         self.files.close()

@@ -24,6 +24,7 @@ from kvstore.tiers.record import SlotRecord, header_bytes
 from kvstore.core.block import POOL_SHIFT, SLOT_SHIFT, make_place, place_offset, slot_bytes
 from kvstore.core.errors import TierError
 
+OFFSET_MASK = (1 << POOL_SHIFT) - 1
 GENERATION_STEP = 1 << 20
 """Generations reserved at a time; a crash skips at most this many."""
 
@@ -135,6 +136,17 @@ class HostTier:
 
     def generation(self, place: int) -> int:
         return self._pools[place >> POOL_SHIFT].generations[place_offset(place) >> SLOT_SHIFT]
+
+    def generations(self, places: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(places), np.uint64)
+        pools = places >> POOL_SHIFT
+        for number, pool in self._pools.items():
+            here = pools == number
+            found[here] = pool.generation_map[places[here] & OFFSET_MASK]
+        return found
+
+    def next_generation(self) -> int:
+        return self._next_generation
 
     def recover(self) -> Iterator[StoredBlock]:
         for pool in self._pools.values():

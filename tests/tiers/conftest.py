@@ -1,0 +1,97 @@
+"""Pools for tests: private directories in memory, and tiers of every kind behind one face."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from kvstore.tiers.base import AddressableTier, BlockHeader
+from kvstore.tiers.faulty import FaultyTier
+from kvstore.tiers.host import HostTier, PoolConfig
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.throttle import ThrottledTier
+
+from kvstore.core.clock import ManualClock
+
+POOL_BYTES = 4 << 20
+
+
+@pytest.fixture
+def shm_directory() -> Iterator[Path]:
+    """A 0700 directory on a memory file system, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def make_header() -> Callable[..., BlockHeader]:
+    """Makes the header of block number i: every field follows from i."""
+
+    def make(i: int, length: int, symbol_bytes: int = 16) -> BlockHeader:
+        return BlockHeader(
+            space=bytes([i % 7]) * 32,
+            root=bytes([i % 11]) * 32,
+            key=i.to_bytes(16, "little"),
+            parent_key=(i + 1).to_bytes(16, "big"),
+            position=i,
+            shard=i % 3,
+            epoch=i % 5,
+            length=length,
+            symbol=(i.to_bytes(4, "little") * symbol_bytes)[:symbol_bytes],
+        )
+
+    return make
+
+
+class Subject:
+    """A tier under test, and what a daemon finds of it after a crash."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self._directory = directory
+        self.pools = ["", "acme"] if kind.endswith("two") else [""]
+        self.persistent = not kind.startswith("sealed")
+        self.tier = self._make()
+
+    def _make(self) -> AddressableTier:
+        sizes = dict.fromkeys(self.pools, POOL_BYTES)
+        if self.kind.startswith(("shm", "sealed")):
+            kind = "shm" if self.kind.startswith("shm") else "sealed"
+            pools = [PoolConfig(*item) for item in sizes.items()]
+            huge = "advise" if self.kind == "shm-advise" else "off"
+            return HostTier(pools, kind=kind, directory=self._directory, hugepages=huge)
+        return self._wrap(MemoryTier(sizes))
+
+    def _wrap(self, inner: MemoryTier) -> AddressableTier:
+        if self.kind == "throttled":
+            clock = ManualClock()
+            return ThrottledTier(inner, 1e9, 1e-4, clock, clock.advance)
+        return FaultyTier(inner, Random(0)) if self.kind == "faulty" else inner
+
+    def reopen(self) -> AddressableTier:
+        """The tier as the next daemon sees it."""
+        if self.kind.startswith(("shm", "sealed")):
+            self.tier.close()
+            self.tier = self._make()
+        else:
+            inner = self.tier if isinstance(self.tier, MemoryTier) else self.tier.inner
+            self.tier = self._wrap(inner.reopened())
+        return self.tier
+
+
+@pytest.fixture(
+    params=[
+        "memory", "memory-two", "throttled", "faulty", "shm", "shm-two", "shm-advise", "sealed",
+        "sealed-two",
+    ]
+)  # fmt: skip
+def subject(request: pytest.FixtureRequest, shm_directory: Path) -> Iterator[Subject]:
+    """A tier of every kind in turn."""
+    made = Subject(request.param, shm_directory)
+    yield made
+    made.tier.close(keep=False)
