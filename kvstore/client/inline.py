@@ -1,0 +1,79 @@
+"""Blocks in the messages themselves: put and restore without shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
+
+from kvstore.client.buffers import BlockBuffers
+from kvstore.client.match import Match
+from kvstore.client.put import PutResult
+from kvstore.client.session import Attachment
+from kvstore.core.errors import NotFound, StoreUnavailable
+from kvstore.core.plan import BlockOutcome
+from kvstore.proto.v1 import kvstore_pb2 as pb
+
+CHUNK_BYTES = 1 << 20
+
+
+def fetch(match: Match, target: BlockBuffers, timeout: float) -> None:
+    """Fills `target` with the match's blocks; every block is checked against its checksum."""
+    index = 0
+    for blocks in match.ranges:
+        _fetch_range(match, blocks, target, index, timeout)
+        index += len(blocks)
+
+
+def _fetch_range(
+    match: Match, blocks: range, target: BlockBuffers, index: int, timeout: float
+) -> None:
+    assert match.lease is not None
+    request = pb.FetchInlineRequest(
+        lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks)
+    )
+    hasher, position, filled = xxhash.xxh3_128(), blocks.start, 0
+    for part in match.attachment.session.stream("FetchInline", request, timeout):
+        if part.block != position or part.offset != filled:
+            raise StoreUnavailable(
+                f"block {part.block} came where block {position} was due; restart the daemon"
+            )
+        row, size = target.block(index + position - blocks.start), len(part.data)
+        row[filled : filled + size] = np.frombuffer(part.data, np.uint8)
+        hasher.update(part.data)
+        filled += size
+        if part.checksum:
+            if filled != len(row) or hasher.digest() != part.checksum:
+                raise NotFound(f"block {position} did not arrive whole; recompute it")
+            hasher, position, filled = xxhash.xxh3_128(), position + 1, 0
+    if position != blocks.stop:
+        raise NotFound(f"block {position} did not arrive; recompute it")
+
+
+def put(
+    attachment: Attachment, request: pb.ReserveRequest, blocks: BlockBuffers, count: int,
+    timeout: float,
+) -> PutResult:  # fmt: skip
+    """Sends `count` blocks from `request.first_block` on."""
+    messages = _messages(request, blocks, count)
+    answer: pb.PutInlineResponse = attachment.session.upload("PutInline", messages, timeout)
+    outcomes = list(answer.outcomes)
+    return PutResult(
+        stored=outcomes.count(BlockOutcome.STORED),
+        present=outcomes.count(BlockOutcome.PRESENT),
+        rejected=outcomes.count(BlockOutcome.REJECTED) + count - len(outcomes),
+        pending=outcomes.count(BlockOutcome.PENDING),
+        reason=answer.reason,
+    )
+
+
+def _messages(
+    request: pb.ReserveRequest, blocks: BlockBuffers, count: int
+) -> Iterator[pb.PutInlineRequest]:
+    yield pb.PutInlineRequest(reserve=request)
+    for i in range(count):
+        data = blocks.block(i)
+        for start in range(0, len(data), CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES].tobytes()
+            yield pb.PutInlineRequest(block=request.first_block + i, data=part)

@@ -1,0 +1,298 @@
+"""`LaneTransport`: calls over the side socket of the daemon on this host.
+
+Many threads share the connection and none is there only to read: whoever waits for an answer
+reads, for itself and for the others, until its own has come; then it wakes another one that
+waits. A lone caller so never pays for a switch of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore.client.frames import Frame, close_all
+from kvstore.client.lane_socket import LaneSocket, timed_out
+from kvstore.client.pools import READ_WRITE, MappedPool, map_descriptor
+from kvstore.client.transport import CallTimeout, Disconnected, LateHandler, NoticeHandler
+from kvstore.client.wire import error_of
+from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.errors import InvalidRequest, KVStoreError, NotImplementedYet
+from kvstore.core.lane import FLAG_NO_REPLY, LANE_SUFFIX, METHOD_NUMBERS, FrameKind, pack_frame
+from kvstore.proto.v1 import kvstore_pb2 as pb
+
+REPLIES: dict[str, Any] = {n: getattr(pb, f"{n}Response", None) for n in METHOD_NUMBERS}
+MESSAGE_BYTES = 4 << 20  # until the daemon says its own limit
+
+
+class LaneCall:
+    """A call under way: `items` of a stream, then `value` or `error`."""
+
+    __slots__ = (
+        "abandoned", "deadline", "descriptors", "done", "error", "event", "id", "items", "method",
+        "on_late", "ready", "timeout", "transport", "value",
+    )  # fmt: skip
+
+    def __init__(
+        self, transport: LaneTransport, method: str, timeout: float, on_late: LateHandler | None
+    ) -> None:
+        self.transport = transport
+        self.id = next(transport.call_ids)
+        self.method = method
+        self.timeout = timeout
+        self.deadline = transport.clock.now() + timeout
+        self.on_late = on_late
+        self.ready = self.done = self.abandoned = False
+        self.value: Any = None
+        self.error: KVStoreError | None = None
+        self.items: deque[Any] = deque()
+        self.descriptors: list[int] = []
+        self.event: threading.Event | None = None
+
+    def result(self) -> Any:
+        self.transport.wait(self)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def signal(self) -> None:
+        """Something is there to be taken. After the state is written, before events are read."""
+        self.ready = True
+        event = self.event
+        if event is not None:
+            event.set()
+
+
+class LaneTransport:
+    """One connection to the side socket beside the daemon's socket `path`."""
+
+    def __init__(self, path: str, timeout: float, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self.call_ids = itertools.count(1)
+        self.on_notice: NoticeHandler = lambda notice: None
+        self.message_bytes = MESSAGE_BYTES
+        self._calls: dict[int, LaneCall] = {}
+        self._followers: dict[int, threading.Event] = {}
+        self._reading = threading.Lock()
+        self._state = threading.Lock()  # of calls: an answer and giving up exclude each other
+        self._socket = LaneSocket(path + LANE_SUFFIX, timeout, self.clock)
+
+    # ---- Calls ----
+
+    def open(
+        self, request: pb.OpenSessionRequest, timeout: float
+    ) -> tuple[pb.OpenSessionResponse, memoryview | None]:
+        call = self.start("OpenSession", request, timeout)
+        response: pb.OpenSessionResponse = call.result()
+        try:
+            self.message_bytes = response.limits.message_bytes or self.message_bytes
+            if not call.descriptors:
+                return response, None
+            size = response.staging_bytes
+            return response, map_descriptor(call.descriptors[0], size, READ_WRITE, "staging")
+        finally:
+            close_all(call.descriptors)
+
+    def attach(
+        self, request: pb.AttachRequest, timeout: float
+    ) -> tuple[pb.AttachResponse, list[MappedPool]]:
+        call = self.start("Attach", request, timeout)
+        response: pb.AttachResponse = call.result()
+        try:
+            return response, _map_pools(response, call.descriptors)
+        finally:
+            close_all(call.descriptors)
+
+    def call(
+        self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
+    ) -> Any:
+        return self.start(method, request, timeout, on_late).result()
+
+    def start(
+        self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
+    ) -> LaneCall:
+        payload = self._encode(method, request)
+        call = LaneCall(self, method, timeout, on_late)
+        frame = pack_frame(FrameKind.REQUEST, METHOD_NUMBERS[method], 0, call.id, payload)
+        self._calls[call.id] = call
+        try:
+            self._socket.send(frame, call.deadline, method)
+        except BaseException as error:
+            self._calls.pop(call.id, None)
+            if isinstance(error, Disconnected):
+                self._fail_all(error)
+            raise
+        return call
+
+    def send(self, method: str, request: Message) -> None:
+        payload = self._encode(method, request)
+        number = METHOD_NUMBERS[method]
+        frame = pack_frame(FrameKind.REQUEST, number, FLAG_NO_REPLY, 0, payload)
+        self._socket.send(frame, 0.0, method)
+
+    def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
+        call = self.start(method, request, timeout)
+        try:
+            while self._more(call):
+                yield call.items.popleft()
+                call.deadline = self.clock.now() + timeout
+        finally:
+            self._abandon(call)
+        if call.error is not None:
+            raise call.error
+
+    def _more(self, call: LaneCall) -> bool:
+        """Waits for an item of a stream; False at its end."""
+        while not call.items:
+            with self._state:
+                if call.done:
+                    return False
+                call.ready = bool(call.items)
+            self.wait(call)
+        return True
+
+    def upload(self, method: str, requests: Iterable[Message], timeout: float) -> Any:
+        raise NotImplementedYet(f"{method} does not run over the local lane; use shared memory")
+
+    def poll(self) -> None:
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            while self._receive(0.0):
+                pass
+        finally:
+            self._reading.release()
+            self._promote()
+
+    def close(self) -> None:
+        self._fail_all(self._socket.fail("the client closed the connection"))
+
+    def _encode(self, method: str, request: Message) -> bytes:
+        payload: bytes = request.SerializeToString()
+        if len(payload) > self.message_bytes:
+            raise InvalidRequest(
+                f"{method} takes {len(payload)} bytes and a message at most {self.message_bytes}; "
+                "send a shorter prompt or raise limits.message_bytes"
+            )
+        return payload
+
+    # ---- Waiting: one reads, the others follow ----
+
+    def wait(self, call: LaneCall) -> None:
+        """Until the call has something to take; raises CallTimeout at its deadline."""
+        try:
+            while not call.ready:
+                if self._reading.acquire(blocking=False):
+                    try:
+                        self._lead(call)
+                    finally:
+                        self._reading.release()
+                else:
+                    self._follow(call)
+        except CallTimeout:
+            if self._abandon(call):
+                raise
+        finally:
+            self._promote()
+
+    def _lead(self, call: LaneCall) -> None:
+        while not call.ready:
+            left = max(call.deadline - self.clock.now(), 0.0)
+            if not self._receive(left) and call.deadline <= self.clock.now():
+                raise timed_out(call.method, call.timeout)
+
+    def _follow(self, call: LaneCall) -> None:
+        event = call.event = threading.Event()
+        self._followers[call.id] = event
+        try:
+            # Registered before the second look: a reader who leaves from now on sees this one.
+            if call.ready or not self._reading.locked():
+                return
+            if not event.wait(max(call.deadline - self.clock.now(), 0.0)) and not call.ready:
+                raise timed_out(call.method, call.timeout)
+        finally:
+            del self._followers[call.id]
+
+    def _promote(self) -> None:
+        """Wakes one that waits, if nobody reads."""
+        if self._followers and not self._reading.locked():
+            for event in list(self._followers.values())[:1]:
+                event.set()
+
+    def _abandon(self, call: LaneCall) -> bool:
+        """Gives a call up; False if its answer came just now."""
+        with self._state:
+            if call.done:
+                return False
+            call.abandoned = True
+        return True
+
+    # ---- What arrives ----
+
+    def _receive(self, wait_seconds: float) -> bool:
+        try:
+            return self._socket.receive(wait_seconds, self._dispatch)
+        except Disconnected as error:
+            self._fail_all(error)
+            raise
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.kind == FrameKind.NOTICE:
+            self.on_notice(pb.Notice.FromString(frame.payload))
+            return
+        call = self._calls.get(frame.call_id)
+        if call is None:
+            close_all(frame.descriptors)
+        elif frame.kind == FrameKind.STREAM:
+            item = REPLIES[call.method].FromString(frame.payload)
+            with self._state:
+                if not call.abandoned:
+                    call.items.append(item)
+                    call.signal()
+        else:
+            del self._calls[frame.call_id]
+            self._finish(call, frame)
+
+    def _finish(self, call: LaneCall, frame: Frame) -> None:
+        if frame.kind == FrameKind.ERROR:
+            failure = pb.LaneError.FromString(frame.payload)
+            call.error = error_of(failure.code, failure.message)
+        else:
+            call.value = REPLIES[call.method].FromString(frame.payload)
+        with self._state:
+            if not call.abandoned:
+                call.descriptors = frame.descriptors
+                call.done = True
+                call.signal()
+                return
+        close_all(frame.descriptors)
+        if call.on_late is not None:
+            call.on_late(call.error or call.value)
+
+    def _fail_all(self, error: Disconnected) -> None:
+        """Every call under way fails with `error`."""
+        while self._calls:
+            try:
+                _, call = self._calls.popitem()
+            except KeyError:  # another thread took the last one
+                return
+            with self._state:
+                call.error, call.done = error, True
+                call.signal()
+
+
+def _map_pools(response: pb.AttachResponse, descriptors: list[int]) -> list[MappedPool]:
+    if len(descriptors) != 2 * len(response.pools):
+        raise Disconnected(
+            f"the daemon handed {len(descriptors)} descriptors over for {len(response.pools)} "
+            "pools; run the daemon's version of the client"
+        )
+    pairs = zip(descriptors[::2], descriptors[1::2], strict=True)
+    return [
+        MappedPool.map(pool.pool_id, data, pool.data_bytes, generations, pool.generation_bytes)
+        for pool, (data, generations) in zip(response.pools, pairs, strict=True)
+    ]

@@ -1,0 +1,156 @@
+"""`LaneSocket`: whole frames over the daemon's side socket, by a deadline, with descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+
+from kvstore.client.frames import Frame, FrameError, FrameReader, close_all
+from kvstore.client.transport import CallTimeout, Disconnected
+from kvstore.core.clock import Clock
+
+RECEIVE_BYTES = 256 << 10
+DESCRIPTOR_MAX = 253  # what Linux passes with one message
+ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTOR_MAX)
+
+
+class LaneSocket:
+    """One connection. Any thread may send; one at a time may receive, the owner sees to that.
+
+    Once broken it stays so, and every later use raises Disconnected with the first reason.
+    """
+
+    def __init__(self, path: str, timeout: float, clock: Clock) -> None:
+        self.clock = clock
+        self.broken = ""
+        self._socket = _connect(path, timeout)
+        self._sending = threading.Lock()
+        self._breaking = threading.Lock()
+        self._frames = FrameReader()
+        self._inbox = memoryview(bytearray(RECEIVE_BYTES))
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(self._socket, select.POLLIN)
+        self._writable.register(self._socket, select.POLLOUT)
+        _sockets.add(self)
+
+    def send(self, frame: bytes, deadline: float, method: str) -> None:
+        """Sends a whole frame by `deadline`, or raises CallTimeout and has sent nothing of it."""
+        left = deadline - self.clock.now()
+        locked = self._sending.acquire(timeout=left) if left > 0 else self._sending.acquire(False)
+        if not locked:
+            raise timed_out(method, max(left, 0.0))
+        try:
+            if self.broken:
+                raise Disconnected(self.broken)
+            rest = memoryview(frame)
+            while rest:
+                try:
+                    rest = rest[self._socket.send(rest) :]
+                except BlockingIOError:
+                    self._wait_writable(deadline, method, begun=len(rest) < len(frame))
+        except OSError as error:
+            raise self.fail(f"the daemon is gone ({error.strerror or error})") from error
+        finally:
+            self._sending.release()
+
+    def _wait_writable(self, deadline: float, method: str, begun: bool) -> None:
+        left = deadline - self.clock.now()
+        if left > 0 and self._writable.poll(math.ceil(left * 1000)):
+            return
+        if begun:  # half a frame is sent: nothing more can follow it
+            raise self.fail(f"the daemon stopped reading in the middle of a {method}")
+        raise timed_out(method, max(left, 0.0))
+
+    def receive(self, wait_seconds: float, dispatch: Callable[[Frame], None]) -> bool:
+        """Reads once and gives each frame to `dispatch`; False when nothing came in time."""
+        if self.broken:
+            raise Disconnected(self.broken)
+        try:
+            if not self._readable.poll(math.ceil(wait_seconds * 1000)):
+                return False
+            for frame in self._frames.feed(*self._read()):
+                dispatch(frame)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self.fail(f"the daemon is gone ({error.strerror or error})") from error
+        except (FrameError, DecodeError) as error:
+            raise self.fail(f"the daemon sent what is no frame: {error}") from error
+        return True
+
+    def _read(self) -> tuple[memoryview, list[int]]:
+        size, ancillary, flags, _ = self._socket.recvmsg_into(
+            [self._inbox], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        descriptors = _descriptors(ancillary) if ancillary else []
+        if flags & socket.MSG_CTRUNC:
+            close_all(descriptors)
+            raise self.fail("descriptors were lost; raise this process's open file limit")
+        if size == 0:
+            raise self.fail("the daemon closed the connection")
+        return self._inbox[:size], descriptors
+
+    def fail(self, reason: str) -> Disconnected:
+        """Closes the connection; answers with the error that every later use raises."""
+        with self._breaking:
+            if not self.broken:
+                self.broken = f"{reason}; the client reconnects by itself"
+                with contextlib.suppress(OSError):  # the other side may have done so
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                self._socket.close()
+                self._frames.close()
+        return Disconnected(self.broken)
+
+    def forget(self) -> None:
+        """Closes the descriptor without a word to the daemon: the connection is the parent's."""
+        self.broken = "the connection belongs to the process that forked this one"
+        self._socket.close()
+
+
+_sockets: weakref.WeakSet[LaneSocket] = weakref.WeakSet()
+
+
+def _forget_inherited() -> None:
+    # A child that kept the socket open would hide its parent's death from the daemon.
+    for inherited in list(_sockets):
+        inherited.forget()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)
+
+
+def timed_out(method: str, timeout: float) -> CallTimeout:
+    return CallTimeout(
+        f"the daemon did not answer {method} within {timeout:g} s; go on without the store"
+    )
+
+
+def _connect(path: str, timeout: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(path)
+        connection.setblocking(False)
+    except OSError as error:
+        connection.close()
+        raise Disconnected(
+            f"no daemon answers at {path} ({error.strerror or error}); start `kvstore serve`, or "
+            "say where it is with KVSTORE_SOCKET"
+        ) from error
+    return connection
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found += memoryview(data)[: len(data) // 4 * 4].cast("i").tolist()
+    return found

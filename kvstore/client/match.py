@@ -1,0 +1,118 @@
+"""`Match`: what a lookup found, and the lease that keeps it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import TracebackType
+
+from kvstore.client.leases import Lease
+from kvstore.client.located import Located
+from kvstore.client.session import Attachment
+from kvstore.client.wire import plan_of
+from kvstore.core.errors import LeaseLost
+from kvstore.core.plan import RECOMPUTE, RestorePlan
+from kvstore.proto.v1 import kvstore_pb2 as pb
+
+
+class Match:
+    """The longest stored prefix of a prompt, leased until `release`.
+
+    `matched_tokens` is its length, `restore_tokens` what is worth loading of it beyond the
+    tokens the engine has, `pending_tokens` what somebody writes after it at this moment;
+    `reason` says in one sentence why. As a context manager it releases itself.
+    """
+
+    def __init__(
+        self,
+        response: pb.LookupResponse,
+        attachment: Attachment,
+        lease: Lease | None,
+        block_size: int,
+        local_tokens: int,
+    ) -> None:
+        self.matched_tokens: int = response.matched_tokens
+        self.restore_tokens: int = response.restore_tokens
+        self.pending_tokens: int = response.pending_tokens
+        self.reason: str = response.reason
+        self.attachment = attachment
+        self.lease = lease
+        self._response = response
+        self._block_size = block_size
+        self._local_tokens = local_tokens
+        self._released = lease is None
+
+    @cached_property
+    def plan(self) -> RestorePlan:
+        return plan_of(self._response.plan)
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """Positions of the blocks that `restore` loads, ascending; one range for a prefix."""
+        size, steps = self._block_size, self._response.plan.steps
+        loads = [(s.first_token, s.token_count) for s in steps if s.source != RECOMPUTE]
+        if not steps:
+            loads = [(self._local_tokens, self.restore_tokens)]
+        merged: list[range] = []
+        for first, count in loads:
+            start, stop = first // size, -(-(first + count) // size)
+            if merged and merged[-1].stop >= start:
+                start = merged.pop().start
+            if stop > start:
+                merged.append(range(start, stop))
+        return tuple(merged)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that `restore` loads."""
+        return sum(map(len, self.ranges))
+
+    @cached_property
+    def located(self) -> Located:
+        """Where the blocks lie, as far as the lookup said."""
+        located = Located(self.attachment, self.ranges)
+        located.add(self._response.first_block, self._response.slots)
+        return located
+
+    def check(self) -> None:
+        """Raises LeaseLost unless everything `restore` returned was right until now."""
+        self.check_lease()
+        if "located" in self.__dict__:
+            self.located.check()
+
+    def check_lease(self) -> None:
+        """Raises LeaseLost unless the lease is live by this process's own clock."""
+        if self._released:
+            raise LeaseLost("the match was released or held nothing; look the prompt up again")
+        assert self.lease is not None
+        self.lease.check(self.attachment.session.clock.now())
+
+    def release(self) -> None:
+        """Ends the lease; views of the blocks must not be read any more. Never waits."""
+        if self._released or self.lease is None:
+            return
+        self._released = True
+        session = self.attachment.session
+        if session.leases.drop(self.lease):
+            session.release(self.lease.id)
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # Not sent from here: a destructor may run while this very thread holds any lock.
+        if not self.__dict__.get("_released", True) and self.lease is not None:
+            self.attachment.session.drop_soon(self.lease)
+
+    def __repr__(self) -> str:
+        return (
+            f"Match(matched_tokens={self.matched_tokens}, restore_tokens={self.restore_tokens}, "
+            f"pending_tokens={self.pending_tokens}, reason={self.reason!r})"
+        )

@@ -1,0 +1,269 @@
+"""`Session`: one session with one daemon, from its opening to its end."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from google.protobuf.message import Message
+
+from kvstore.client.leases import Lease, LeaseTable
+from kvstore.client.pools import MappedPool
+from kvstore.client.staging import Staging
+from kvstore.client.transport import CallTimeout, Disconnected, Pending, Transport
+from kvstore.client.wire import spec_message
+from kvstore.core.block import SLOT_SHIFT
+from kvstore.core.clock import Clock
+from kvstore.core.errors import (
+    Draining,
+    FailedPrecondition,
+    KVStoreError,
+    SpecMismatch,
+    StoreUnavailable,
+    Unauthenticated,
+)
+from kvstore.core.lane import PROTOCOL_MINOR
+from kvstore.proto.v1 import kvstore_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore.client.space import Space
+
+RENEW_PART = 1 / 3
+HEARTBEAT_PART = 1 / 3
+T = TypeVar("T")
+Trouble = Callable[["Session", KVStoreError], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attachment:
+    """A space as one session knows it."""
+
+    session: Session
+    number: int
+    block_bytes: int
+    slot_bytes: int
+    pools: dict[int, MappedPool]
+
+    @property
+    def place_step(self) -> int:
+        """Distance of the places of neighbouring slots."""
+        return self.slot_bytes >> SLOT_SHIFT
+
+
+class Session:
+    """Calls, leases, mapped memory and attachments that end together.
+
+    `trouble(session, error)` hears of every error that says something about the daemon rather
+    than about the call; it is called on the thread that met it.
+    """
+
+    def __init__(
+        self, transport: Transport, clock: Clock, client_name: str, timeout: float, trouble: Trouble
+    ) -> None:
+        self.transport = transport
+        self.clock = clock
+        self.ended = ""
+        self.leases = LeaseTable()
+        self.pools: dict[int, MappedPool] = {}
+        self.attachments: WeakKeyDictionary[Space, Attachment] = WeakKeyDictionary()
+        self.refusals: WeakKeyDictionary[Space, KVStoreError] = WeakKeyDictionary()
+        self._trouble = trouble
+        self._dropped: deque[Lease] = deque()
+        self._unreleased: deque[int] = deque()
+        self._unaborted: deque[int] = deque()
+        transport.on_notice = self._notice
+        request = pb.OpenSessionRequest(client_name=client_name, protocol_minor=PROTOCOL_MINOR)
+        self.last_heard = clock.now()
+        try:
+            self.info, segment = transport.open(request, timeout)
+        except Draining as error:
+            raise StoreUnavailable(str(error)) from error
+        self.staging = None if segment is None else Staging(segment)
+        self._spoke = self.last_heard
+
+    def attach(self, space: Space, timeout: float) -> Attachment:
+        request = pb.AttachRequest(
+            spec=spec_message(space.spec),
+            tenant=space.tenant,
+            shard=space.shard,
+            plan_shapes=space.plan_shapes,
+            overlap=space.overlap,
+            engine_id=space.engine_id,
+        )
+        try:
+            response, pools = self.transport.attach(request, timeout)
+        except FailedPrecondition as error:
+            raise SpecMismatch(str(error)) from error
+        except KVStoreError as error:
+            raise self.judge(error) from error
+        for pool in pools:
+            self.pools.setdefault(pool.pool_id, pool)
+        attachment = Attachment(
+            self, response.attachment, response.block_bytes, response.slot_bytes, self.pools
+        )
+        self.attachments[space] = attachment
+        return attachment
+
+    # ---- Calls ----
+
+    def call(
+        self,
+        method: str,
+        request: Message,
+        timeout: float,
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Any:
+        try:
+            return self.transport.call(method, request, timeout, on_late)
+        except KVStoreError as error:
+            raise self.judge(error) from error
+
+    def start(
+        self,
+        method: str,
+        request: Message,
+        timeout: float,
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Pending:
+        try:
+            return self.transport.start(method, request, timeout, on_late)
+        except KVStoreError as error:
+            raise self.judge(error) from error
+
+    def result(self, pending: Pending) -> Any:
+        try:
+            return pending.result()
+        except KVStoreError as error:
+            raise self.judge(error) from error
+
+    def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
+        try:
+            yield from self.transport.stream(method, request, timeout)
+        except KVStoreError as error:
+            raise self.judge(error) from error
+
+    def upload(self, method: str, requests: Iterable[Message], timeout: float) -> Any:
+        try:
+            return self.transport.upload(method, requests, timeout)
+        except KVStoreError as error:
+            raise self.judge(error) from error
+
+    def judge(self, error: KVStoreError) -> KVStoreError:
+        """Tells of an error that says the daemon is in trouble; answers with what to raise."""
+        if isinstance(error, CallTimeout | Disconnected | Draining | Unauthenticated):
+            self._trouble(self, error)
+        if isinstance(error, Draining | Unauthenticated):
+            return StoreUnavailable(str(error))
+        return error
+
+    def judge_slow(self, error: KVStoreError) -> KVStoreError:
+        """As `judge` for calls that may take long: a time limit of theirs says nothing."""
+        return error if isinstance(error, CallTimeout) else self.judge(error)
+
+    # ---- Ends of leases and reservations ----
+
+    def release(self, lease_id: int) -> None:
+        """Ends a lease without waiting; put off while the daemon does not take it."""
+        if self._unreleased or self.ended:
+            self._unreleased.append(lease_id)
+            return
+        try:
+            self.transport.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
+        except StoreUnavailable:
+            self._unreleased.append(lease_id)
+
+    def drop_soon(self, lease: Lease) -> None:
+        """As a release, on the background thread: takes no lock, so destructors may call it."""
+        self._dropped.append(lease)
+
+    def late_lookup(self, answer: Any) -> None:
+        """A Lookup that was given up answers: nobody knows its lease."""
+        if isinstance(answer, pb.LookupResponse) and answer.lease_id:
+            self._unreleased.append(answer.lease_id)
+
+    def late_reserve(self, answer: Any) -> None:
+        """A Reserve that was given up answers: nobody fills what it reserved."""
+        if isinstance(answer, pb.ReserveResponse) and answer.reservation_id:
+            self._unaborted.append(answer.reservation_id)
+
+    def abort(self, reservation_id: int) -> None:
+        """Gives a reservation up without waiting."""
+        self._unaborted.append(reservation_id)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what was put off."""
+        for lease in take_all(self._dropped):
+            if self.leases.drop(lease):
+                self._unreleased.append(lease.id)
+        try:
+            if lease_ids := take_all(self._unreleased):
+                self._resend("Release", pb.ReleaseRequest(lease_ids=lease_ids), self._unreleased)
+            for number in take_all(self._unaborted):
+                self._resend("Abort", pb.AbortRequest(reservation_id=number), self._unaborted)
+        except CallTimeout:
+            pass
+
+    def _resend(self, method: str, request: Any, put_off: deque[int]) -> None:
+        try:
+            self.transport.send(method, request)
+        except CallTimeout:
+            put_off.extend(request.lease_ids if method == "Release" else [request.reservation_id])
+        except StoreUnavailable:
+            pass  # the session's end ends them
+
+    # ---- Upkeep, on the background thread ----
+
+    def upkeep(self, now: float, timeout: float) -> None:
+        """Reads notices, sends what was put off, renews leases and says that it lives."""
+        self.poll()
+        self.flush()
+        if due := self.leases.due(now, RENEW_PART):
+            self.renew(due, timeout)
+        elif now >= self._spoke + self.info.session_ttl_seconds * HEARTBEAT_PART:
+            self.renew([], timeout)
+
+    def poll(self) -> None:
+        try:
+            self.transport.poll()
+        except Disconnected as error:
+            raise self.judge(error) from error
+
+    def renew(self, lease_ids: list[int], timeout: float) -> None:
+        """Extends leases. With none it is a heartbeat that asks for a sign of life."""
+        before = self._spoke = self.clock.now()
+        response = self.call("Renew", pb.RenewRequest(lease_ids=lease_ids), timeout)
+        self.last_heard = self.clock.now()
+        self.leases.lose(response.lost_leases, "the daemon ended it")
+        self.leases.renew(lease_ids, before, response.lease_ttl_seconds)
+
+    def _notice(self, notice: pb.Notice) -> None:
+        if notice.lost_leases:
+            self.leases.lose(notice.lost_leases, "the daemon ended it")
+        if notice.draining:
+            self._trouble(
+                self,
+                Draining(f"the daemon is draining and leaves within {notice.drain_seconds:g} s"),
+            )
+
+    def end(self, reason: str) -> None:
+        """Over: its leases are lost, its connection is closed."""
+        self.ended = self.ended or reason
+        self.leases.lose_all(reason)
+        self.transport.close()
+
+
+def take_all(items: deque[T]) -> list[T]:
+    taken: list[T] = []
+    while items:
+        taken.append(items.popleft())
+    return taken
+
+
+def client_name() -> str:
+    """What the daemon's logs call this client if it does not say."""
+    return f"pid {os.getpid()}"

@@ -1,0 +1,274 @@
+"""`Space`: what an engine looks up in, restores from and puts to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+
+from kvstore.client import inline
+from kvstore.client.buffers import BlockBuffers, Blocks, Buffers
+from kvstore.client.link import Link
+from kvstore.client.match import Match
+from kvstore.client.put import Put, PutHandle, PutResult
+from kvstore.client.session import Attachment
+from kvstore.client.wire import Tokens, fill_hints, fill_prompt
+from kvstore.core.errors import InvalidRequest, NotFound
+from kvstore.core.plan import ReuseHints
+from kvstore.core.spec import KVSpec
+from kvstore.proto.v1 import kvstore_pb2 as pb
+
+
+class Space:
+    """One KVSpec of one tenant, and one shard of it. Made by `KVClient.attach`; any thread may
+    use it. When the daemon comes back it is attached again by itself.
+    """
+
+    def __init__(
+        self, link: Link, executor: Executor, spec: KVSpec, tenant: str, shard: int,
+        engine_id: str, plan_shapes: Sequence[str], overlap: str,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.tenant = tenant
+        self.shard = shard
+        self.engine_id = engine_id
+        self.plan_shapes = tuple(plan_shapes)
+        self.overlap = overlap
+        self._link = link
+        self._executor = executor
+
+    def __repr__(self) -> str:
+        return f"Space({self.spec.model!r}, tenant={self.tenant!r}, shard={self.shard})"
+
+    # ---- Lookup and restore ----
+
+    def lookup(
+        self,
+        token_ids: Tokens | None = None,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        adapter: str = "",
+        cache_salt: str = "",
+        request_id: str | None = None,
+        deadline_seconds: float | None = None,
+        local_tokens: int = 0,
+        extra_digests: Mapping[int, bytes] | None = None,
+        hints: ReuseHints | None = None,
+        queued_prefill_tokens: int = 0,
+        gpu_busy_ratio: float = 0.0,
+    ) -> Match:
+        """The longest stored prefix of a prompt, leased, with a plan of what is worth loading.
+
+        `local_tokens` are in the engine already. `extra_digests` maps a block's position to a
+        32-byte digest of what else its KV depends on. A repeat with the same `request_id` and
+        prompt shares one lease.
+        """
+        attachment = self._link.attachment(self)
+        request = pb.LookupRequest(attachment=attachment.number, local_tokens=local_tokens)
+        fill_prompt(
+            request.prompt, self.spec, token_ids, hashes, adapter, cache_salt, extra_digests
+        )
+        if request_id:
+            request.request_id = request_id
+        if deadline_seconds is not None:
+            request.deadline_seconds = deadline_seconds
+        if hints is not None:
+            fill_hints(request.reuse, hints)
+        if queued_prefill_tokens or gpu_busy_ratio:
+            request.load.queued_prefill_tokens = queued_prefill_tokens
+            request.load.gpu_busy_ratio = gpu_busy_ratio
+        session, limit = attachment.session, self._link.timeouts.call_seconds
+        before = session.clock.now()
+        response = session.call("Lookup", request, limit, session.late_lookup)
+        lease = None
+        if response.lease_id:
+            ttl = response.lease_ttl_seconds
+            lease = session.leases.hold(response.lease_id, request_id or "", before, ttl)
+        return Match(response, attachment, lease, self.spec.block_size, local_tokens)
+
+    def restore(self, match: Match) -> list[memoryview]:
+        """A read-only view of each block that the plan loads; waits until all are in memory.
+
+        The views are the store's own memory: what was read is right only if `match.check()`
+        passes afterwards, and they must not be read after `match.release()`.
+        """
+        if not match.block_count:
+            return []
+        attachment = self._readable(match)
+        if not attachment.pools:
+            copies = np.empty((match.block_count, attachment.block_bytes), np.uint8)
+            self.restore_into(match, copies)
+            return [row.data.toreadonly() for row in copies]
+        self._place(match)
+        views = match.located.views()
+        match.check()
+        return views
+
+    def restore_into(self, match: Match, buffers: Buffers) -> None:
+        """Copies the blocks that the plan loads into `buffers` and makes sure of them.
+
+        `buffers` is one contiguous writable buffer of exactly `match.block_count` blocks, or a
+        sequence of one buffer a block. Raises LeaseLost when the bytes may be others by now;
+        what is in the buffers then is worthless.
+        """
+        attachment = self._readable(match)
+        width = attachment.block_bytes
+        first = match.ranges[0].start if match.ranges else 0
+        target = BlockBuffers(buffers, match.block_count, width, "buffers", first, writable=True)
+        if not match.block_count:
+            return
+        if not attachment.pools:
+            inline.fetch(match, target, self._link.timeouts.put_seconds)
+            return
+        self._place(match)
+        match.located.copy(target)
+        match.check()
+
+    def _readable(self, match: Match) -> Attachment:
+        self._link.check_process()
+        if match.block_count:
+            match.check_lease()
+        return match.attachment
+
+    def _place(self, match: Match) -> None:
+        """Has the daemon bring what is in no pool yet."""
+        located = match.located
+        for blocks in located.missing():
+            assert match.lease is not None
+            request = pb.RestoreRequest(
+                lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks)
+            )
+            limit = self._link.timeouts.put_seconds
+            for part in match.attachment.session.stream("Restore", request, limit):
+                if part.failed_reason:
+                    raise NotFound(
+                        f"blocks {part.first_block} to {part.first_block + part.block_count - 1} "
+                        f"cannot be had: {part.failed_reason}; recompute them"
+                    )
+                located.add(part.first_block, part.slots)
+        if left := located.missing():
+            raise NotFound(f"the daemon did not say where block {left[0].start} is; recompute it")
+
+    # ---- Put ----
+
+    def put(
+        self,
+        token_ids: Tokens | None = None,
+        blocks: Blocks = (),
+        first_block: int = 0,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        adapter: str = "",
+        cache_salt: str = "",
+        request_id: str | None = None,
+        extra_digests: Mapping[int, bytes] | None = None,
+        hints: ReuseHints | None = None,
+    ) -> PutResult:
+        """Stores the full blocks of a prompt from `first_block` on.
+
+        `blocks` holds their bytes: one contiguous buffer, a sequence of one buffer a block, or a
+        function from a block's position to its buffer, which is called for wanted blocks only.
+        """
+        attachment = self._link.attachment(self)
+        request = pb.ReserveRequest(attachment=attachment.number, first_block=first_block)
+        prompt = request.prompt
+        stop = fill_prompt(prompt, self.spec, token_ids, hashes, adapter, cache_salt, extra_digests)
+        if not 0 <= first_block <= stop:
+            raise InvalidRequest(f"first_block is {first_block}; the prompt has {stop} full blocks")
+        width, count = attachment.block_bytes, stop - first_block
+        source = BlockBuffers(blocks, count, width, "blocks", first_block)
+        if not count:
+            return PutResult()
+        request.request_id = request_id or ""
+        if hints is not None:
+            fill_hints(request.reuse, hints)
+        limit = self._link.timeouts.put_seconds
+        if attachment.session.staging is None:
+            return inline.put(attachment, request, source, count, limit)
+        symbol_bytes = prompt.hash_bytes or 4 * self.spec.block_size
+        return Put(attachment, request, source, first_block, symbol_bytes, limit).run(stop)
+
+    def put_async(
+        self,
+        token_ids: Tokens | None = None,
+        blocks: Blocks = (),
+        first_block: int = 0,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        adapter: str = "",
+        cache_salt: str = "",
+        request_id: str | None = None,
+        extra_digests: Mapping[int, bytes] | None = None,
+        hints: ReuseHints | None = None,
+    ) -> PutHandle:
+        """As `put`, on the client's own thread, one after the other in the order of the calls.
+
+        `token_ids` and `blocks` must not change until the handle is done.
+        """
+        self._link.attachment(self)
+        future = self._executor.submit(
+            self.put, token_ids, blocks, first_block, hashes=hashes, adapter=adapter,
+            cache_salt=cache_salt, request_id=request_id, extra_digests=extra_digests,
+            hints=hints,
+        )  # fmt: skip
+        return PutHandle(future)
+
+    # ---- Reports ----
+
+    def finish_request(
+        self,
+        request_id: str,
+        output_tokens: int = 0,
+        *,
+        hints: ReuseHints | None = None,
+        finish_reason: str = "",
+        pending_tool_calls: bool = False,
+    ) -> None:
+        """The request is over: its leases end, and what is known of its reuse is told."""
+        attachment = self._link.attachment(self)
+        request = pb.FinishRequestRequest(
+            attachment=attachment.number,
+            request_id=request_id,
+            output_tokens=output_tokens,
+            finish_reason=finish_reason,
+            pending_tool_calls=pending_tool_calls,
+        )
+        if hints is not None:
+            fill_hints(request.reuse, hints)
+        attachment.session.leases.finish(request_id)
+        attachment.session.call("FinishRequest", request, self._link.timeouts.call_seconds)
+
+    def report_step(
+        self,
+        seconds: float,
+        prefill: Iterable[tuple[int, int]] = (),
+        *,
+        decode_tokens: int = 0,
+        decode_context_tokens: int = 0,
+        clock: str = "wall",
+    ) -> None:
+        """Measured seconds of one engine step.
+
+        `prefill` holds (new tokens, cached tokens) of each sequence; `clock` says how the time
+        was taken: `device`, `cpu` or `wall`.
+        """
+        attachment = self._link.attachment(self)
+        parts = [pb.PrefillPart(new_tokens=new, cached_tokens=cached) for new, cached in prefill]
+        request = pb.ReportStepRequest(
+            attachment=attachment.number,
+            seconds=seconds,
+            prefill=parts,
+            decode_tokens=decode_tokens,
+            decode_context_tokens=decode_context_tokens,
+            clock=clock,
+        )
+        attachment.session.call("ReportStep", request, self._link.timeouts.call_seconds)
+
+    def report_transfer(self, link: str, transferred_bytes: int, seconds: float) -> None:
+        """Measured seconds of one of the engine's own copies over `link`, such as `host>hbm`."""
+        attachment = self._link.attachment(self)
+        request = pb.ReportTransferRequest(
+            attachment=attachment.number, link=link, bytes=transferred_bytes, seconds=seconds
+        )
+        attachment.session.call("ReportTransfer", request, self._link.timeouts.call_seconds)
