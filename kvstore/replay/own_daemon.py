@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,7 @@ class OwnDaemon:
         }  # fmt: skip
         for name, values in (sections or {}).items():
             tables.setdefault(name, {}).update(values)
+        self.metrics_address = str(tables["server"]["metrics"])
         self._config.write_text(_toml(tables), encoding="utf-8")
 
     def __enter__(self) -> OwnDaemon:
@@ -173,6 +175,12 @@ def fitting_pool_bytes(wanted: int = DEFAULT_POOL_BYTES) -> int:
             "free some or mount a larger one"
         )
     return fits // (2 * MIB) * 2 * MIB
+
+
+def free_address() -> str:
+    """An address on this host that nobody listens at just now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:

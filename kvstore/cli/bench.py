@@ -1,0 +1,92 @@
+"""`kvstore bench`: this store on this machine, each figure against a baseline measured with it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from kvstore.cli.output import finish, json_option, print_json, print_table
+
+# What a figure should be, at least or at most.
+TARGETS = {
+    "restore": {
+        "ratio_to_memcpy": (">=", 0.90),
+        "ratio_to_memcpy_256mib": (">=", 0.97),
+        "ratio_to_empty_rpc": ("<=", 0.5),
+    },
+    "put": {"ratio_to_memcpy": (">=", 0.40), "ratio_to_memcpy_8_clients": (">=", 0.40)},
+    "lookup": {
+        "ratio_to_empty_rpc": ("<=", 0.30),
+        "ratio_to_empty_rpc_1000": ("<=", 0.45),
+        "ratio_to_empty_rpc_1000_branched": ("<=", 3.0),
+        "ratio_large_index": ("<=", 1.3),
+        "loop_stall_p99_seconds": ("<=", 0.005),
+    },
+    "memory": {"rss_bytes_per_block": ("<=", 576.0)},
+}
+HELP = {
+    "restore": "Lookup and restore of 1 MiB blocks against a plain copy and an empty gRPC call.",
+    "put": "Puts of 1 MiB blocks against a plain copy, one client and eight.",
+    "lookup": "Lookups over the local lane against an empty gRPC call, small index and large.",
+    "memory": "The daemon's memory for an indexed block.",
+}
+
+
+@click.group(invoke_without_command=True)
+@json_option
+@click.option("--quick", is_flag=True, help="A short run that shows it works; figures are rough.")
+@click.pass_context
+def command(context: click.Context, as_json: bool, quick: bool) -> None:
+    """Measure this store on this machine; without a name, all four, one after the other.
+
+    Each benchmark starts a daemon of its own. Exit 1 if a byte that came back was wrong.
+    """
+    if context.invoked_subcommand is None:
+        results = {}
+        for name in TARGETS:
+            results[name] = _measure(name, quick)
+            if not as_json:
+                _show(name, results[name])
+        if as_json:
+            print_json(results)
+        finish(not any(result.get("wrong_bytes") for result in results.values()))
+
+
+def _measure(name: str, quick: bool) -> dict[str, Any]:
+    module = importlib.import_module(f"kvstore.bench.{name}")
+    result: dict[str, Any] = {"benchmark": name, **module.run(quick=quick)}
+    return result
+
+
+def _show(name: str, result: dict[str, Any]) -> None:
+    rows = []
+    for figure, (sign, target) in TARGETS[name].items():
+        value = result[figure]
+        met = value >= target if sign == ">=" else value <= target
+        rows.append([figure, f"{value:.4g}", f"{sign} {target:g}", "yes" if met else "no"])
+    for figure, value in result.items():
+        if figure.endswith("_per_second"):
+            giga = figure.replace("bytes", "GB") if "bytes" in figure else figure
+            rows.append([giga, f"{value / 1e9 if giga != figure else value:,.4g}", "", ""])
+    if "wrong_bytes" in result:
+        rows.append(["wrong_bytes", f"{result['wrong_bytes']:,}", "<= 0", ""])
+    print_table([f"bench {name}", "value", "target", "met"], rows)
+
+
+def _add(name: str) -> None:
+    @command.command(name, help=HELP[name])
+    @click.option("--quick", is_flag=True, help="A short run; figures are rough.")
+    @json_option
+    def measure(quick: bool, as_json: bool) -> None:
+        result = _measure(name, quick)
+        if as_json:
+            print_json(result)
+        else:
+            _show(name, result)
+        finish(not result.get("wrong_bytes"))
+
+
+for _name in TARGETS:
+    _add(_name)

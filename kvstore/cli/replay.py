@@ -1,0 +1,200 @@
+"""`kvstore replay`: a prefix trace against a daemon, with real bytes, each one checked."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.cli.output import (
+    finish,
+    json_option,
+    print_json,
+    print_table,
+    socket_option,
+    target,
+)
+from kvstore.core.errors import StoreUnavailable
+from kvstore.core.sizes import format_bytes
+
+OnProgress = Callable[[dict[str, int]], None]
+POOL_SHARE = 2  # of the trace's unique blocks, one in so many fits into a pool of our own
+BYTES_PER_TOKEN_STEP = 8  # 512 tokens of 8 bytes are a 4 KiB slot, the smallest there is
+# Adopted slots rest for one maximum lease before reuse: a short replay cannot wait a minute.
+SHORT_LEASES = {"limits": {"lease_ttl_seconds": 2.0, "max_lease_ttl_seconds": 2.0}}
+
+
+@click.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--clients", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--bytes-per-token", type=click.IntRange(min=1), default=None,
+    help="Payload bytes of a token; else scaled so that half of the trace's blocks fit.",
+)  # fmt: skip
+@click.option(
+    "--speed", type=click.FloatRange(min=0), default=0.0, show_default=True,
+    help="1 is the trace's own pace, 0 as fast as possible.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(0, 65535), default=0, show_default=True,
+    help="Other seeds make other prompts, and other spreads of coarse timestamps.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=0), default=0, help="Only the first N requests.")
+@socket_option
+@json_option
+def command(
+    trace: Path,
+    clients: int,
+    bytes_per_token: int | None,
+    speed: float,
+    seed: int,
+    limit: int,
+    socket: str | None,
+    as_json: bool,
+) -> None:
+    """Replay TRACE against the daemon; without a running one, against one of its own.
+
+    Exit 1 if a restored byte was wrong.
+    """
+    from kvstore.replay.live import LiveReplay, ReplayOptions
+
+    with ExitStack() as stack:
+        daemon = stack.enter_context(daemon_for(socket))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-"))
+        options = ReplayOptions(
+            clients=clients,
+            bytes_per_token=bytes_per_token or fitting_bytes_per_token(trace, daemon, limit),
+            speed=speed,
+            seed=seed,
+            limit=limit,
+        )
+        replay = stack.enter_context(LiveReplay(trace, daemon.target, directory, options))
+        on_progress = stack.enter_context(progress_bar("replaying", replay.request_count))
+        result = replay.run(on_progress)
+        result = {"trace": str(trace), **result, "readopted_blocks": 0, **daemon.facts()}
+    if as_json:
+        print_json(result)
+    else:
+        print_table(["", "replay"], table_rows(result))
+    finish(result["wrong_bytes"] == 0)
+
+
+class RunningDaemon:
+    """A daemon that somebody else runs."""
+
+    def __init__(self, address: str) -> None:
+        from kvstore.replay.status import read_status
+
+        self.target, self._read = address, read_status
+
+    def pool_bytes(self) -> int:
+        return int(self._read(self.target)["tiers"]["host"]["capacity_bytes"])
+
+    def facts(self) -> dict[str, Any]:
+        status = self._read(self.target)
+        return {"own_daemon": False, "readopted_blocks": status["readopted_blocks"]}
+
+
+class OwnedDaemon(RunningDaemon):
+    """A daemon that was started for this replay and goes with it."""
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "own_daemon": True}
+
+
+@contextmanager
+def daemon_for(socket: str | None) -> Iterator[RunningDaemon]:
+    """The daemon that runs, or one of our own if none does; one that was named must run."""
+    from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
+
+    running = RunningDaemon(target(socket))
+    try:
+        running.pool_bytes()
+    except StoreUnavailable:
+        if socket:
+            raise
+    else:
+        yield running
+        return
+    with OwnDaemon(fitting_pool_bytes(), SHORT_LEASES) as daemon:
+        yield OwnedDaemon(daemon.target)
+
+
+def fitting_bytes_per_token(trace: Path, daemon: RunningDaemon, limit: int) -> int:
+    """Payload of a token so that the pool holds a set share of the trace's blocks."""
+    from kvstore.replay.formats import load_trace
+
+    requests = load_trace(trace, limit)
+    return bytes_per_token_for(requests, daemon.pool_bytes())
+
+
+def bytes_per_token_for(requests: list[Any], pool_bytes: int) -> int:
+    unique = {i for r in requests for i in r.hash_ids[: r.full_blocks]}
+    tokens = max(len(unique), 1) * requests[0].block_size
+    fitting = POOL_SHARE * pool_bytes // tokens
+    # One request must neither fill the pool nor more than a client's buffer.
+    longest = max(max(r.full_blocks for r in requests) * requests[0].block_size, 1)
+    fitting = min(fitting, pool_bytes // 16 // longest, (1 << 29) // longest)
+    return max(fitting // BYTES_PER_TOKEN_STEP, 1) * BYTES_PER_TOKEN_STEP
+
+
+@contextmanager
+def progress_bar(text: str, total: int) -> Iterator[OnProgress]:
+    """A bar on a terminal's standard error; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda totals: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[hits]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(text, total=total, hits="")
+
+        def on_progress(totals: dict[str, int]) -> None:
+            ratio = totals["hit_tokens"] / max(totals["input_tokens"], 1)
+            restored = format_bytes(totals["restored_bytes"])
+            hits = f"hits {ratio:.1%}  restored {restored}  wrong bytes {totals['wrong_bytes']:,}"
+            progress.update(task, completed=totals["requests"], hits=hits)
+
+        yield on_progress
+
+
+def table_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a person wants to know of a replay."""
+    tiers = [
+        (f"  from {tier}", f"{ratio:.2%}")
+        for tier, ratio in result["token_hit_ratio_by_tier"].items()
+    ]
+    return [
+        ("requests", f"{result['requests']:,} from {result['client_count']} clients"),
+        ("input tokens", f"{result['input_tokens']:,} ({result['bytes_per_token']} bytes each)"),
+        ("token hits (prefix-closed)", f"{result['token_hit_ratio']:.2%}"),
+        *tiers,
+        ("restored and verified", format_bytes(result["restored_bytes"])),
+        ("restore, one client", _rate(result["restore_bytes_per_second"])),
+        ("lookup p50, p99", _times(result, "lookup")),
+        ("restore p50, p99", _times(result, "restore")),
+        ("blocks stored", f"{result['stored_blocks']:,}"),
+        ("blocks without room", f"{result['rejected_blocks']:,}"),
+        ("requests without the store", f"{result['store_unavailable']:,}"),
+        ("seconds", f"{result['wall_seconds']:.1f}"),
+        ("wrong bytes", f"{result['wrong_bytes']:,}"),
+    ]
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.2f} GB/s"
+
+
+def _times(result: dict[str, Any], name: str) -> str:
+    middle, late = result[f"{name}_p50_seconds"], result[f"{name}_p99_seconds"]
+    return "-" if middle is None else f"{middle * 1e3:.2f} ms, {late * 1e3:.2f} ms"
