@@ -34,11 +34,10 @@ COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
 
 TIERS = ("host",)
 LINKS = ("staging>host", "host>check")
-ANSWERS = ("hit", "pending", "miss")
-OUTCOMES = ("stored", "present", "pending", "rejected")
-EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "corrupt")
-LEASE_ENDS = ("release", "finish", "expired", "death", "replaced", "lost")
-RESERVATION_ENDS = ("committed", "abort", "expired", "death")
+RESULTS = ("hit", "partial", "miss")
+OUTCOMES = ("wanted", "stored", "present", "pending", "rejected")
+EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "corrupt", "lost_parent")
+LEASE_ENDS = ("release", "finish", "expiry", "death", "replaced", "lost")
 TIMED_METHODS = {"Lookup": "kvstore_lookup_seconds", "Commit": "kvstore_commit_seconds"}
 METHODS = (
     "OpenSession", "Attach", "Lookup", "Restore", "CancelRestore", "Release", "Renew",
@@ -74,7 +73,8 @@ TABLE = (
     Row("kvstore_pinned_bytes", GAUGE, "Bytes of blocks that pins keep."),
     Row("kvstore_reserved_bytes", GAUGE, "Bytes of slots reserved by puts under way."),
     Row(
-        "kvstore_lookups_total", COUNTER, "Lookups by their answer.", {"answer": ANSWERS},
+        "kvstore_lookups_total", COUNTER,
+        "Lookups by how much they found of their full blocks.", {"result": RESULTS},
     ),
     Row("kvstore_lookup_tokens_total", COUNTER, "Tokens looked up."),
     Row(
@@ -94,6 +94,7 @@ TABLE = (
         "Time the owner thread was late for its own timer.", buckets=HANDLER_BUCKETS,
     ),
     Row("kvstore_put_blocks_total", COUNTER, "Blocks of puts.", {"outcome": OUTCOMES}),
+    Row("kvstore_put_bytes_total", COUNTER, "Payload bytes that became READY."),
     Row(
         "kvstore_restored_bytes_total", COUNTER,
         "Payload bytes handed to clients to restore from.", TIER,
@@ -108,6 +109,10 @@ TABLE = (
     Row("kvstore_tier_blocks", GAUGE, "READY blocks (shards counted each).", TIER),
     Row(
         "kvstore_evicted_blocks_total", COUNTER, "Blocks that left a tier.",
+        {**TIER, "reason": EVICTION_REASONS},
+    ),
+    Row(
+        "kvstore_evicted_bytes_total", COUNTER, "Payload bytes that left a tier.",
         {**TIER, "reason": EVICTION_REASONS},
     ),
     Row(
@@ -137,8 +142,8 @@ TABLE = (
         "Requests cut short or refused by a configured limit.", {"limit": LIMITS},
     ),
     Row(
-        "kvstore_reservations_ended_total", COUNTER, "Reservations ended.",
-        {"reason": RESERVATION_ENDS},
+        "kvstore_reservations_expired_total", COUNTER,
+        "Reservations given up by time to live or by their client's death.",
     ),
     Row("kvstore_leases_ended_total", COUNTER, "Leases ended.", {"reason": LEASE_ENDS}),
     Row(
@@ -246,7 +251,7 @@ class Metrics(Recorder):
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self.number("kvstore_build_info", kvstore.__version__, platform.python_version()).add()
-        self._answers = {a: self.number("kvstore_lookups_total", a) for a in ANSWERS}
+        self._results = {r: self.number("kvstore_lookups_total", r) for r in RESULTS}
         self._lookup_tokens = self.number("kvstore_lookup_tokens_total")
         self._hit_tokens = {t: self.number("kvstore_hit_tokens_total", t) for t in TIERS}
         self._seconds = {m: self.histogram(name) for m, name in TIMED_METHODS.items()}
@@ -280,11 +285,15 @@ class Metrics(Recorder):
         if seconds is not None and method in self._seconds:
             self._seconds[method].observe(seconds)
 
-    def lookup(self, hit_tokens: int, total_tokens: int, answer: str, tier: str = "host") -> None:
-        self._answers[answer].value += 1
-        self._lookup_tokens.value += total_tokens
+    def lookup(
+        self, result: str, tokens: int, hit_tokens: int, seconds: float = 0.0, tier: str = "host"
+    ) -> None:
+        self._results[result].value += 1
+        self._lookup_tokens.value += tokens
         if hit_tokens:
             self.hit(tier, hit_tokens)
+        if seconds:
+            self._seconds["Lookup"].observe(seconds)
 
     def hit(self, tier: str, tokens: int) -> None:
         number = self._hit_tokens.get(tier) or self.number("kvstore_hit_tokens_total", tier)
@@ -293,33 +302,37 @@ class Metrics(Recorder):
     def restored(self, tier: str, byte_count: int) -> None:
         self.number("kvstore_restored_bytes_total", tier).add(byte_count)
 
-    def put(self, outcome: str, block_count: int) -> None:
-        self.number("kvstore_put_blocks_total", outcome).add(block_count)
+    def put_blocks(self, outcome: str, count: int) -> None:
+        self.number("kvstore_put_blocks_total", outcome).add(count)
 
-    def moved(self, link: str, byte_count: int, seconds: float) -> None:
+    def put_bytes(self, count: int) -> None:
+        self.number("kvstore_put_bytes_total").add(count)
+
+    def copied(self, link: str, byte_count: int, seconds: float) -> None:
         self.number("kvstore_copied_bytes_total", link).add(byte_count)
         self.histogram("kvstore_copy_seconds", link).observe(seconds)
 
-    def queue_rejected(self, link: str, block_count: int = 1) -> None:
-        self.number("kvstore_queue_rejected_blocks_total", link).add(block_count)
+    def queue_rejected(self, link: str, blocks: int = 1) -> None:
+        self.number("kvstore_queue_rejected_blocks_total", link).add(blocks)
 
-    def evicted(self, tier: str, reason: str, block_count: int) -> None:
-        self.number("kvstore_evicted_blocks_total", tier, reason).add(block_count)
+    def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
+        self.number("kvstore_evicted_blocks_total", tier, reason).add(blocks)
+        self.number("kvstore_evicted_bytes_total", tier, reason).add(byte_count)
 
-    def corrupt(self, tier: str, block_count: int = 1) -> None:
-        self.number("kvstore_corrupt_blocks_total", tier).add(block_count)
+    def corrupt(self, tier: str, blocks: int = 1) -> None:
+        self.number("kvstore_corrupt_blocks_total", tier).add(blocks)
 
-    def readopted(self, tier: str, block_count: int) -> None:
-        self.number("kvstore_readopted_blocks_total", tier).add(block_count)
+    def readopted(self, tier: str, blocks: int) -> None:
+        self.number("kvstore_readopted_blocks_total", tier).add(blocks)
 
-    def limit_reached(self, limit: str) -> None:
+    def limit_rejected(self, limit: str) -> None:
         self.number("kvstore_limit_rejections_total", limit).add()
 
-    def reservation_ended(self, reason: str) -> None:
-        self.number("kvstore_reservations_ended_total", reason).add()
+    def reservation_expired(self, count: int = 1) -> None:
+        self.number("kvstore_reservations_expired_total").add(count)
 
-    def lease_ended(self, reason: str) -> None:
-        self.number("kvstore_leases_ended_total", reason).add()
+    def lease_ended(self, reason: str, count: int = 1) -> None:
+        self.number("kvstore_leases_ended_total", reason).add(count)
 
     def events_dropped(self, count: int) -> None:
         self.number("kvstore_events_dropped_total").add(count)

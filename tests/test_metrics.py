@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from kvstore.proto.v1 import kvstore_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.core.clock import perf_seconds
 from kvstore.core.recorder import Recorder
 from kvstore.metrics import COUNTER, HISTOGRAM, METHODS, TABLE, Histogram, Metrics
+from kvstore.proto.v1 import kvstore_pb2
 
 
 def scraped(metrics: Metrics) -> dict[str, float]:
@@ -54,16 +54,16 @@ def test_methods_are_the_services() -> None:
 def test_recorder_methods_count() -> None:
     """What parts tell the recorder shows in a scrape."""
     metrics = Metrics()
-    metrics.lookup(48, 64, "hit")
+    metrics.lookup("partial", 64, 48)
     metrics.hit("disk", 16)
     metrics.rpc("Lookup", "OK", 0.0004)
     metrics.rpc("Lookup", "NOT_FOUND")
-    metrics.moved("staging>host", 4096, 0.002)
-    metrics.evicted("host", "capacity", 3)
+    metrics.copied("staging>host", 4096, 0.002)
+    metrics.evicted("host", "capacity", 3, 4096)
     metrics.set_tier("host", 100, 60, 30, 10, 5)
-    metrics.limit_reached("sessions")
+    metrics.limit_rejected("sessions")
     samples = scraped(metrics)
-    assert samples["kvstore_lookups_total{answer=hit}"] == 1
+    assert samples["kvstore_lookups_total{result=partial}"] == 1
     assert samples["kvstore_lookup_tokens_total"] == 64
     assert samples["kvstore_hit_tokens_total{tier=host}"] == 48
     assert samples["kvstore_hit_tokens_total{tier=disk}"] == 16
@@ -72,6 +72,7 @@ def test_recorder_methods_count() -> None:
     assert samples["kvstore_lookup_seconds_bucket{le=0.0002}"] == 0
     assert samples["kvstore_copied_bytes_total{link=staging>host}"] == 4096
     assert samples["kvstore_evicted_blocks_total{reason=capacity,tier=host}"] == 3
+    assert samples["kvstore_evicted_bytes_total{reason=capacity,tier=host}"] == 4096
     assert samples["kvstore_tier_resting_bytes{tier=host}"] == 10
     assert samples["kvstore_limit_rejections_total{limit=sessions}"] == 1
 
@@ -87,7 +88,7 @@ def test_recorder_is_all_overridden() -> None:
 def test_instances_do_not_share() -> None:
     """Two stores in one process count apart."""
     one, two = Metrics(), Metrics()
-    one.put("stored", 5)
+    one.put_blocks("stored", 5)
     assert one.value("kvstore_put_blocks_total", "stored") == 5
     assert two.value("kvstore_put_blocks_total", "stored") == 0
 
@@ -111,7 +112,7 @@ def test_counting_a_lookup_is_cheap() -> None:
     def burst() -> float:
         start = perf_seconds()
         for _ in range(2000):
-            metrics.lookup(16, 32, "hit")
+            metrics.lookup("hit", 32, 16)
             metrics.rpc("Lookup", "OK", 0.0001)
         return (perf_seconds() - start) / 2000
 

@@ -15,11 +15,13 @@ class Recorder:
         `seconds` is what its handler took of the owner thread, where that was measured.
         """
 
-    def lookup(self, hit_tokens: int, total_tokens: int, answer: str, tier: str = "host") -> None:
-        """One lookup of `total_tokens` found the first `hit_tokens`, and said `answer`.
+    def lookup(
+        self, result: str, tokens: int, hit_tokens: int, seconds: float = 0.0, tier: str = "host"
+    ) -> None:
+        """One lookup of `tokens` tokens found the first `hit_tokens` in `tier`.
 
-        `answer` is `hit` (a prefix was found), `pending` (only blocks still being written) or
-        `miss`. Tokens that further tiers add to the same prefix are told with `hit`.
+        `result` is `hit` (every full block), `partial` or `miss`. Tokens that further tiers add to
+        the same prefix are told with `hit`. `seconds` is what it took, where that was measured.
         """
 
     def hit(self, tier: str, tokens: int) -> None:
@@ -28,32 +30,36 @@ class Recorder:
     def restored(self, tier: str, byte_count: int) -> None:
         """Payload bytes were handed to a client to restore from."""
 
-    def put(self, outcome: str, block_count: int) -> None:
-        """Blocks of a put were `stored`, `present`, `pending` or `rejected`."""
+    def put_blocks(self, outcome: str, count: int) -> None:
+        """Blocks of a put were `stored`, `present`, `pending` or `rejected`; `wanted`
+        blocks were reserved."""
 
-    def moved(self, link: str, byte_count: int, seconds: float) -> None:
+    def put_bytes(self, count: int) -> None:
+        """Payload bytes became READY."""
+
+    def copied(self, link: str, byte_count: int, seconds: float) -> None:
         """One copy over `link` (`staging>host`) ended after `seconds`, queueing left out."""
 
-    def queue_rejected(self, link: str, block_count: int = 1) -> None:
+    def queue_rejected(self, link: str, blocks: int = 1) -> None:
         """Blocks found the queue of `link` full and were skipped."""
 
-    def evicted(self, tier: str, reason: str, block_count: int) -> None:
+    def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
         """Blocks left `tier` to make room (`capacity`, `quota`) or by order (`clear`, ...)."""
 
-    def corrupt(self, tier: str, block_count: int = 1) -> None:
+    def corrupt(self, tier: str, blocks: int = 1) -> None:
         """Blocks did not match their checksum and became misses."""
 
-    def readopted(self, tier: str, block_count: int) -> None:
+    def readopted(self, tier: str, blocks: int) -> None:
         """Blocks of an earlier daemon were found good at the start."""
 
-    def limit_reached(self, limit: str) -> None:
+    def limit_rejected(self, limit: str) -> None:
         """A request met the limit that the key `limits.<limit>` sets."""
 
-    def reservation_ended(self, reason: str) -> None:
-        """A reservation ended: `committed`, `abort`, `expired` or `death`."""
+    def reservation_expired(self, count: int = 1) -> None:
+        """Reservations were given up by their time to live or their client's death."""
 
-    def lease_ended(self, reason: str) -> None:
-        """A lease ended: `release`, `finish`, `expired`, `death`, `replaced` or `lost`."""
+    def lease_ended(self, reason: str, count: int = 1) -> None:
+        """Leases ended by `release`, `finish`, `expiry`, `death`, `replaced` or `lost`."""
 
     def events_dropped(self, count: int) -> None:
         """Events left the buffer before a subscriber read them."""
