@@ -1,0 +1,54 @@
+"""`kvstore serve`: runs the daemon in the foreground until it is drained or stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.cli.output import config_option, json_option, load_config, print_json
+from kvstore.core.config import Config
+
+
+@click.command()
+@config_option
+@click.option("--socket", metavar="PATH", help="Overrides server.socket.")
+@click.option("--metrics", metavar="HOST:PORT", help="Overrides server.metrics; '' turns it off.")
+@click.option("--host-size", metavar="SIZE", help="Overrides tiers.host.size, such as 8GiB.")
+@json_option
+def command(
+    config_path: Path | None,
+    socket: str | None,
+    metrics: str | None,
+    host_size: str | None,
+    as_json: bool,
+) -> None:
+    """Run the daemon.
+
+    SIGTERM drains (server.drain_seconds) and stops, a second one stops at once; SIGHUP reads
+    policy and quotas again. The host pool stays for the next start; `kvstore drain --free`
+    removes it.
+    """
+    from kvstore.core.clock import SystemClock
+    from kvstore.daemon import serve
+    from kvstore.logs import configure
+
+    sections = _sections(socket, metrics, host_size)
+    config = load_config(config_path, **sections)
+    configure(SystemClock(), config.logging.format, config.logging.level)
+    if as_json:
+        print_json({"socket": config.server.socket, "metrics": config.server.metrics})
+
+    def reload() -> Config:
+        return load_config(config_path, **sections)
+
+    serve(config, reload)
+
+
+def _sections(socket: str | None, metrics: str | None, host_size: str | None) -> dict[str, Any]:
+    server = {"socket": socket, "metrics": metrics}
+    sections: dict[str, Any] = {"server": {k: v for k, v in server.items() if v is not None}}
+    if host_size is not None:
+        sections["tiers"] = {"host": {"size": host_size}}
+    return sections

@@ -1,0 +1,317 @@
+"""The daemon: composition root and life. The only file that names concrete tiers.
+
+locks -> pools -> recovery -> doors open -> serve -> drain -> doors closed -> pools kept
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import grp
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.core.clock import SystemClock
+from kvstore.core.config import Config
+from kvstore.core.entropy import random_token
+from kvstore.core.errors import ConfigError
+from kvstore.httpd import WatchServer
+from kvstore.locks import FileLock, private_directory
+from kvstore.metrics import Metrics
+from kvstore.mover import CHECK_LINK, COPY_LINK, LINKS, ThreadMover
+from kvstore.recovery import recover
+from kvstore.server.access import Access
+from kvstore.server.budget import MessageBudget
+from kvstore.server.grpc_server import GrpcServer
+from kvstore.server.lane import LaneServer
+from kvstore.server.service import Service
+from kvstore.server.sessions import Sessions
+from kvstore.server.staging import StagingBudget
+from kvstore.store.assemble import assemble
+from kvstore.store.kvstore import SESSION_TTL_SECONDS, KVStore
+from kvstore.store.parts import HOST, TIER_NAMES
+from kvstore.store.record import FileRecord, MemoryRecord
+from kvstore.tiers.epochs import EpochsFile
+from kvstore.tiers.host import HostTier, PoolConfig
+
+TICK_SECONDS = 0.05
+STALL_PROBE_SECONDS = 0.01
+GAUGE_TICKS = 10
+DEAD_AFTER_SECONDS = 10.0
+PR_SET_DUMPABLE = 4
+SWITCH_SECONDS = 0.001
+GC_THRESHOLDS = (50_000, 20, 100)
+
+_log = logging.getLogger("kvstore.daemon")
+
+
+class Daemon:
+    """One daemon: its tiers, its store, its doors. Lives in one asyncio loop."""
+
+    def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
+        self.config = config
+        self.clock = SystemClock()
+        self.metrics = Metrics()
+        self.state = "starting"
+        self.store: KVStore | None = None
+        self._reload = reload
+        self._free_pool = False
+        self._stop = asyncio.Event()
+        self._drain_until: float | None = None
+        self._last_tick = self.clock.now()
+        self._ticks = 0
+        self._locks: list[FileLock] = []
+
+    async def run(self) -> None:
+        """Serves until drained or stopped. Raises ConfigError, TierError or AlreadyRunning."""
+        self._loop = asyncio.get_running_loop()
+        _harden()
+        self._lock()
+        watch = self._start_watch()
+        try:
+            self._open_store()
+            await self._open_doors()
+            self._handle_signals()
+            self.state = "serving"
+            _log.info("serving on %s", self.config.server.socket)
+            await self._stop.wait()
+        finally:
+            await self._close()
+            if watch is not None:
+                watch.stop()
+
+    def _lock(self) -> None:
+        config = self.config
+        socket = Path(config.server.socket)
+        private_directory(socket.parent, 0o700, "server.socket")
+        self._locks.append(FileLock(Path(f"{socket}.lock"), f"the socket {socket}"))
+        if config.tiers.host.pool == "shm":
+            path = Path(config.tiers.host.directory)
+            private_directory(path, 0o700, "tiers.host.directory")
+            self._locks.append(FileLock(path / "LOCK", f"the host pool in {path}"))
+
+    def _start_watch(self) -> WatchServer | None:
+        address = self.config.server.metrics
+        if not address:
+            return None
+        host, _, port = address.rpartition(":")
+        return WatchServer((host, int(port)), self.metrics.render, self._live, self._ready)
+
+    def _live(self) -> str | None:
+        late = self.clock.now() - self._last_tick
+        if self.state != "starting" and late > DEAD_AFTER_SECONDS:
+            return f"the owner thread has not run for {late:.0f} s"
+        return None
+
+    def _ready(self) -> str | None:
+        return None if self.state == "serving" else f"the daemon is {self.state}"
+
+    # ---- Opening ----
+
+    def _open_store(self) -> None:
+        config, host_config = self.config, self.config.tiers.host
+        shm = host_config.pool == "shm"
+        directory = Path(host_config.directory)
+        epochs = EpochsFile(directory) if shm else None
+        self._host = HostTier(
+            [PoolConfig(name, size) for name, size in config.host_pools.items()],
+            kind=host_config.pool,
+            directory=directory if shm else None,
+            hugepages=host_config.hugepages,
+            prefault=host_config.prefault,
+            lock_memory=host_config.mlock,
+            first_generation=max(1, epochs.generation_floor if epochs else 1),
+            **_hugetlb(host_config),
+        )
+        for note in [*self._host.notes, *(epochs.notes if epochs else [])]:
+            _log.warning("%s", note)
+        record = (
+            MemoryRecord()
+            if epochs is None
+            else FileRecord(directory, epochs, self._host.next_generation)
+        )
+        self._mover = ThreadMover(
+            self._loop.call_soon_threadsafe,
+            {COPY_LINK: config.server.worker_threads, CHECK_LINK: 1},
+            int(config.limits.queue_bytes_per_link),
+        )
+        self.store = assemble(
+            config, self.clock, self._host, record, self._mover, self._loop.call_soon,
+            random_token(8).hex(), self.metrics,
+        )  # fmt: skip
+        self.store.on_drain = self.drain
+        if isinstance(record, FileRecord) and epochs is not None:
+            found = recover(self.store, record, epochs)
+            if found.adopted_blocks or found.dropped_shards:
+                _log.info(
+                    "took back %d blocks of an earlier daemon, dropped %d",
+                    found.adopted_blocks, found.dropped_shards,
+                )  # fmt: skip
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+
+    async def _open_doors(self) -> None:
+        config, limits = self.config, self.config.limits
+        assert self.store is not None
+        service = Service(self.store, self.metrics)
+        staging = StagingBudget(
+            int(limits.staging_bytes_per_session), int(limits.staging_bytes_per_session),
+            int(limits.staging_bytes),
+        )  # fmt: skip
+        sessions = Sessions(
+            self.store, Access(config.access, os.geteuid()), limits, staging, SESSION_TTL_SECONDS
+        )
+        budget = MessageBudget(int(limits.inflight_message_bytes))
+        group = _group_id(config.server.socket_group)
+        self._lane = LaneServer(
+            service, sessions, Path(config.lane_socket), budget=budget,
+            message_bytes=int(limits.message_bytes), connections_max=2 * limits.sessions,
+            group=group,
+        )  # fmt: skip
+        self._grpc = GrpcServer(
+            service, sessions, Path(config.server.socket), budget=budget,
+            message_bytes=int(limits.message_bytes), group=group,
+            tcp=config.server.tcp if config.server.tcp.listen else None,
+        )  # fmt: skip
+        await self._grpc.start()
+        self._lane.start()
+        await self._grpc.set_serving(True)
+        self._tick()
+        self._probe_stall(self._loop.time())
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_stop_signal)
+        self._loop.add_signal_handler(signal.SIGHUP, self.reload)
+
+    # ---- Serving ----
+
+    def _tick(self) -> None:
+        """Every 50 ms: what is over by time ends, gauges follow, a drain may be over."""
+        assert self.store is not None
+        self._last_tick = self.clock.now()
+        self.store.tick()
+        self._ticks += 1
+        if self._ticks % GAUGE_TICKS == 0:
+            self._set_gauges()
+        if self._drain_until is not None and self._is_drained():
+            self._stop.set()
+        else:
+            self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _is_drained(self) -> bool:
+        assert self.store is not None and self._drain_until is not None
+        parts = self.store.parts
+        quiet = not len(parts.leases) and not len(self.store.reservations)
+        return quiet or self.clock.now() >= self._drain_until
+
+    def _probe_stall(self, due: float) -> None:
+        now = self._loop.time()
+        self.metrics.loop_stall(max(0.0, now - due))
+        due = now + STALL_PROBE_SECONDS
+        self._loop.call_at(due, self._probe_stall, due)
+
+    def _set_gauges(self) -> None:
+        assert self.store is not None
+        view, parts = self.store.status(), self.store.parts
+        self.metrics.set_sessions(view.session_count, view.space_count)
+        self.metrics.set_leases(
+            view.lease_count, view.leased_bytes, view.pinned_bytes, view.reserved_bytes
+        )
+        self.metrics.set_index(parts.index.block_count, parts.index.run_count)
+        tier = view.tiers[TIER_NAMES[HOST]]
+        self.metrics.set_tier(
+            TIER_NAMES[HOST], tier.capacity_bytes, tier.used_bytes, tier.free_bytes,
+            tier.resting_bytes, tier.block_count,
+        )  # fmt: skip
+        for link in LINKS:
+            self.metrics.set_queue(link, self._mover.queued_bytes(link))
+
+    def reload(self) -> None:
+        """SIGHUP: takes policy and quotas from the configuration anew; the rest needs a restart."""
+        assert self.store is not None
+        if self._reload is None:
+            _log.warning("there is no configuration file to read again")
+            return
+        try:
+            config = self._reload()
+        except ConfigError as error:
+            _log.error("the configuration was not reloaded: %s", error)
+            return
+        residency = self.store.parts.residency
+        if config.policy.eviction != residency.policy_name:
+            self.store.set_policy(config.policy.eviction)
+        for tenant in config.tenants:
+            cap = None if tenant.host_cap is None else int(tenant.host_cap)
+            floor = None if tenant.host_floor is None else int(tenant.host_floor)
+            residency.set_quota(tenant.name, HOST, cap, floor)
+        _log.info("policy and quotas are reloaded; other changes need a restart")
+
+    # ---- Leaving ----
+
+    def _on_stop_signal(self) -> None:
+        if self._drain_until is not None:
+            _log.warning("a second signal: leaving at once")
+            self._stop.set()
+            return
+        assert self.store is not None
+        self.store.drain(self.config.server.drain_seconds, False)
+
+    def drain(self, deadline_seconds: float, free: bool) -> None:
+        """Refuses new work and stops when leases and puts are over, or at the deadline."""
+        self.state = "draining"
+        self._free_pool = self._free_pool or free
+        self._drain_until = self.clock.now() + deadline_seconds
+        self._draining_task = self._loop.create_task(self._grpc.set_serving(False))
+        _log.info("draining for at most %.1f s", deadline_seconds)
+
+    async def _close(self) -> None:
+        self.state = "draining"
+        if hasattr(self, "_lane"):
+            await self._lane.close()
+            await self._grpc.stop(0.5)
+        if hasattr(self, "_mover"):
+            await self._loop.run_in_executor(None, self._mover.close)
+            await asyncio.sleep(0)
+        if hasattr(self, "_host"):
+            self._host.close(keep=not self._free_pool)
+        for lock in self._locks:
+            lock.release()
+        _log.info("stopped")
+
+
+def _hugetlb(host_config: object) -> dict[str, str]:
+    directory = getattr(host_config, "hugetlb_directory", "")
+    return {"hugetlb_directory": directory} if directory else {}
+
+
+def _harden() -> None:
+    """No core dumps, no peeking by other processes of the user; files private from the start."""
+    os.umask(0o077)
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
+        _log.warning("the daemon could not be made undumpable")
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
+def _group_id(name: str) -> int | None:
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"server.socket_group: there is no group {name!r}; create it") from None
+
+
+def serve(config: Config, reload: Callable[[], Config] | None = None) -> None:
+    """Runs a daemon until it is drained or stopped."""
+
+    async def main() -> None:
+        await Daemon(config, reload).run()
+
+    asyncio.run(main())
