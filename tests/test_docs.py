@@ -41,6 +41,18 @@ def test_configuration_page_lists_every_setting() -> None:
     assert all(len(row) == 3 and row[2].endswith(".") for row in rows)
 
 
+def test_every_setting_is_used() -> None:
+    """No key is accepted and then read by nobody."""
+    read = set()
+    for folder in ("kvstore", "tiers", "policies"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not path.name.startswith("config"):
+                read |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    read.add("host_size")  # through Config.host_pools
+    unused = [key for key, _ in settings() if key.rpartition(".")[2] not in read]
+    assert unused == []
+
+
 def test_metrics_page_lists_every_metric() -> None:
     """docs/metrics.md has each metric with its kind, labels and help as scraped."""
     documented = {row[0]: row[1:] for row in table_rows("metrics.md") if "kvstore_" in row[0]}

@@ -32,14 +32,14 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A table of the file; every key has a default."""
 
 
-class TcpSection(Section):
+class TcpSection(Section, frozen=True):
     listen: str = ""
     cert: str = ""
     key: str = ""
     client_ca: str = ""
 
 
-class ServerSection(Section):
+class ServerSection(Section, frozen=True):
     socket: str = ""
     socket_group: str = ""
     metrics: str = "127.0.0.1:9750"
@@ -48,7 +48,7 @@ class ServerSection(Section):
     tcp: TcpSection = TcpSection()
 
 
-class AccessRule(Section):
+class AccessRule(Section, frozen=True):
     """Who a peer is: one of `uid`, `gid`, `certificate`; the first rule that fits counts."""
 
     uid: int | None = None
@@ -58,7 +58,7 @@ class AccessRule(Section):
     role: Role = "engine"
 
 
-class TenantSection(Section):
+class TenantSection(Section, frozen=True):
     """`host_size` is the pool of an isolated tenant; cap and floor are for the shared pool."""
 
     name: str = ""
@@ -68,7 +68,7 @@ class TenantSection(Section):
     host_floor: Size | None = None
 
 
-class HostSection(Section):
+class HostSection(Section, frozen=True):
     size: AutoSize = AUTO
     pool: Literal["shm", "sealed"] = "shm"
     directory: str = ""
@@ -77,15 +77,15 @@ class HostSection(Section):
     mlock: bool = True
 
 
-class TiersSection(Section):
+class TiersSection(Section, frozen=True):
     host: HostSection = HostSection()
 
 
-class PolicySection(Section):
+class PolicySection(Section, frozen=True):
     eviction: str = "lru"
 
 
-class LimitsSection(Section):
+class LimitsSection(Section, frozen=True):
     sessions: Count = 256
     leases_per_session: Count = 4096
     spaces: Count = 1024
@@ -107,16 +107,16 @@ class LimitsSection(Section):
     events_kept: Count = 65_536
 
 
-class IndexSection(Section):
+class IndexSection(Section, frozen=True):
     max_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
 
 
-class LoggingSection(Section):
+class LoggingSection(Section, frozen=True):
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     server: ServerSection = ServerSection()
     access: tuple[AccessRule, ...] = ()
     tenants: tuple[TenantSection, ...] = ()
@@ -187,8 +187,8 @@ def _decode_custom(kind: type, value: Any) -> Any:
 
 def effective(config: Config) -> dict[str, Any]:
     """`config` as TOML tables; reading them back gives an equal configuration."""
-    tables = msgspec.to_builtins(config, enc_hook=str)
-    return _without_none(tables)
+    tables: dict[str, Any] = _without_none(msgspec.to_builtins(config, enc_hook=str))
+    return tables
 
 
 def _without_none(value: Any) -> Any:
