@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+
 from kvstore.tiers.base import (
     AddressableTier,
     BlockHeader,

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable
 
 import numpy as np
+
 from kvstore.tiers.chunks import SlotClass
 
 NEARLY_EMPTY = 16

@@ -9,12 +9,12 @@ from enum import StrEnum
 from random import Random
 
 import numpy as np
-from kvstore.tiers.base import AddressableTier, BlockHeader, Source, Target
-from kvstore.tiers.decorator import TierDecorator
-from kvstore.tiers.payload import as_bytes, copy_out, digest
 
 import kvstore.core.clock
 from kvstore.core.errors import TierError
+from kvstore.tiers.base import AddressableTier, BlockHeader, Source, Target
+from kvstore.tiers.decorator import TierDecorator
+from kvstore.tiers.payload import as_bytes, copy_out, digest
 
 
 class Fault(StrEnum):

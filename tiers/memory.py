@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
+
+from kvstore.core.block import make_place, slot_bytes
+from kvstore.core.errors import CorruptBlock, TierError
 from kvstore.tiers.base import (
     NO_USAGE,
     BlockHeader,
@@ -21,9 +24,6 @@ from kvstore.tiers.base import (
 )
 from kvstore.tiers.payload import copy_hashed, copy_out, digest
 from kvstore.tiers.slab import SlotState
-
-from kvstore.core.block import make_place, slot_bytes
-from kvstore.core.errors import CorruptBlock, TierError
 
 
 class _Slot:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import xxhash
-from kvstore.tiers.base import Source, Target
 
 from kvstore.core.errors import TierError
+from kvstore.tiers.base import Source, Target
 
 PIECE_BYTES = 256 << 10
 """Copied and then hashed while it is still in the processor's cache."""

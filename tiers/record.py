@@ -17,6 +17,7 @@ import struct
 from typing import NamedTuple
 
 import xxhash
+
 from kvstore.tiers.base import BlockHeader
 
 HEADER_ALIGN = 64

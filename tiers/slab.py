@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 import numpy as np
+
+from kvstore.core.block import SLOT_ALIGN
 from kvstore.tiers.buddy import Buddy
 from kvstore.tiers.chunks import Chunk, SlotClass, chunk_order, chunk_waste, granule_shift
 from kvstore.tiers.drain import DRAIN_PATIENCE, Drain, cheapest_region
-
-from kvstore.core.block import SLOT_ALIGN
 
 
 class SlotState(IntEnum):
@@ -122,10 +122,9 @@ class Slab:
     def restore_chunk(self, offset: int, order: int, slot_bytes: int, header_bytes: int) -> bool:
         """Takes back a chunk of an earlier life, all RESTING; False if it cannot have been one."""
         at = offset >> self.shift
-        fits = slot_bytes > 0 and not slot_bytes % SLOT_ALIGN and header_bytes > 0
-        if not fits or not 0 <= order <= self._buddy.max_order:
+        if not 0 <= order <= self._buddy.max_order or slot_bytes % SLOT_ALIGN:
             return False
-        if not max(slot_bytes, header_bytes) <= 1 << order + self.shift:
+        if not 0 < header_bytes <= slot_bytes <= 1 << order + self.shift:
             return False
         if not self._buddy.take_at(at, order):
             return False

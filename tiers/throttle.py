@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import kvstore.core.clock
+from kvstore.core.clock import Clock, SystemClock
 from kvstore.tiers.base import AddressableTier, Source, Target
 from kvstore.tiers.decorator import TierDecorator
 from kvstore.tiers.payload import as_bytes
-
-import kvstore.core.clock
-from kvstore.core.clock import Clock, SystemClock
 
 
 class ThrottledTier(TierDecorator):

@@ -9,13 +9,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+
+from kvstore.core.clock import ManualClock
 from kvstore.tiers.base import AddressableTier, BlockHeader
 from kvstore.tiers.faulty import FaultyTier
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.throttle import ThrottledTier
-
-from kvstore.core.clock import ManualClock
 
 POOL_BYTES = 4 << 20
 

@@ -8,10 +8,10 @@ from random import Random
 import numpy as np
 import pytest
 import xxhash
-from kvstore.tiers.base import AddressableTier
 
 from kvstore.core.block import place_pool
 from kvstore.core.errors import CorruptBlock, TierError
+from kvstore.tiers.base import AddressableTier
 
 SIZE = 70_000
 SLOT = 73_728

@@ -16,10 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.tiers.host import pages
-
 from kvstore.core.block import SLOT_ALIGN
 from kvstore.core.errors import TierError
+from kvstore.tiers.host import pages
 
 KINDS = ("data", "generations", "headers")
 GENERATION_BYTES = 8

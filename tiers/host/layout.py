@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+
 from kvstore.tiers.slab import Chunk
 
 PAGE_BYTES = 4096

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from kvstore.core.errors import ConfigError
 from kvstore.tiers.host import files, layout, pages
 from kvstore.tiers.host.files import FileSizes, PoolFiles
 from kvstore.tiers.host.layout import Superblock, name_digest
 from kvstore.tiers.host.pool import HostPool, file_sizes
-
-from kvstore.core.errors import ConfigError
 
 POOL_BYTES_MIN = 64 << 10
 

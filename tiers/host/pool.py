@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from os import posix_fallocate
 
 import numpy as np
+
+from kvstore.core.block import SLOT_SHIFT, make_place
+from kvstore.core.errors import CorruptBlock
 from kvstore.tiers import record
 from kvstore.tiers.base import BlockHeader, SharedPool, StoredBlock, TierUsage
 from kvstore.tiers.chunks import Chunk, granule_shift
@@ -15,9 +18,6 @@ from kvstore.tiers.host.files import FileSizes, PoolFiles, generation_bytes
 from kvstore.tiers.host.layout import PAGE_BYTES, Superblock
 from kvstore.tiers.record import SlotRecord
 from kvstore.tiers.slab import Slab, SlotState
-
-from kvstore.core.block import SLOT_SHIFT, make_place
-from kvstore.core.errors import CorruptBlock
 
 
 def file_sizes(size_bytes: int) -> FileSizes:

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from kvstore.core.block import POOL_SHIFT, SLOT_SHIFT, make_place, place_offset, slot_bytes
+from kvstore.core.errors import TierError
 from kvstore.tiers import payload
 from kvstore.tiers.base import (
     NO_USAGE,
@@ -20,9 +23,6 @@ from kvstore.tiers.host.opening import HugePages, OpenPools, PoolConfig, PoolKin
 from kvstore.tiers.host.pool import HostPool
 from kvstore.tiers.host.prefault import Prefaulter
 from kvstore.tiers.record import SlotRecord, header_bytes
-
-from kvstore.core.block import POOL_SHIFT, SLOT_SHIFT, make_place, place_offset, slot_bytes
-from kvstore.core.errors import TierError
 
 OFFSET_MASK = (1 << POOL_SHIFT) - 1
 GENERATION_STEP = 1 << 20
