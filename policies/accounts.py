@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from kvstore.policies.index import PrefixIndex
-from kvstore.policies.index.cells import place_bytes, stride_of
 
 from kvstore.core.block import NO_PLACE
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.space import Space
+from kvstore.policies.index import PrefixIndex
+from kvstore.policies.index.cells import place_bytes, stride_of
 
 NO_LIMIT_BYTES = 1 << 62
 

@@ -6,9 +6,8 @@ import heapq
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
-from kvstore.policies.index import Run
-
 from kvstore.core.errors import InvalidRequest
+from kvstore.policies.index import Run
 
 
 class EvictionPolicy(Protocol):

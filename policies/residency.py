@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kvstore.core.space import Space
 from kvstore.policies import lru  # noqa: F401  (registers itself)
 from kvstore.policies.accounts import Accounts, Quota
 from kvstore.policies.actions import Action, Admit, Drop
 from kvstore.policies.base import EvictionPolicy, create
 from kvstore.policies.index import PrefixIndex, Run, Span
-
-from kvstore.core.space import Space
 
 
 class Event(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from kvstore.policies.index.run import ABSENT, COUNTER_BITS, PLACE_BYTES, Run
 
 

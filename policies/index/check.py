@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+
+from kvstore.core.block import NO_PLACE
 from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
 from kvstore.policies.index.run import (
     COMMITTED,
@@ -15,8 +17,6 @@ from kvstore.policies.index.run import (
     find_child,
 )
 from kvstore.policies.index.tree import Tree
-
-from kvstore.core.block import NO_PLACE
 
 
 def check_tree(tree: Tree) -> None:

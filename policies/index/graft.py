@@ -6,12 +6,11 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvstore.core.block import NO_PLACE
+from kvstore.core.keys import block_key
 from kvstore.policies.index.cells import count_resident
 from kvstore.policies.index.places import PlacedTree
 from kvstore.policies.index.run import MAX_RUN_BLOCKS, Root, Run
-
-from kvstore.core.block import NO_PLACE
-from kvstore.core.keys import block_key
 
 _PARENT, _SYMBOL, _CELLS = 0, 1, 2
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvstore.policies.index.run import Run
-
 from kvstore.core.space import Space
+from kvstore.policies.index.run import Run
 
 
 class IndexListener(Protocol):

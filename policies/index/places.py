@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
+from kvstore.core.block import NO_PLACE
 from kvstore.policies.index.cells import place_bytes, stride_of
 from kvstore.policies.index.run import ABSENT, COUNTER_BITS, PLACE_BYTES, Removed, Run, Span
 from kvstore.policies.index.tree import Tree
-
-from kvstore.core.block import NO_PLACE
 
 
 class PlacedTree(Tree):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvstore.core.keys import chain_keys
+from kvstore.core.space import Space
 from kvstore.policies.index.check import check_tree
 from kvstore.policies.index.graft import GraftBlock, Grafted, graft
 from kvstore.policies.index.run import Run, Span
 from kvstore.policies.index.staging import StagedTree
-
-from kvstore.core.keys import chain_keys
-from kvstore.core.space import Space
 
 # A run keeps the key it begins under when its chain crosses a multiple of this many blocks: keys
 # of deep blocks then cost little to find, and short runs no memory.

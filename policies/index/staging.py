@@ -7,6 +7,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+
+from kvstore.core.block import NO_PLACE
+from kvstore.core.keys import Chain
 from kvstore.policies.index.cells import count_resident, stride_of
 from kvstore.policies.index.listener import IndexListener
 from kvstore.policies.index.places import PlacedTree
@@ -25,9 +28,6 @@ from kvstore.policies.index.run import (
     children_of,
 )
 from kvstore.policies.index.walk import Walk
-
-from kvstore.core.block import NO_PLACE
-from kvstore.core.keys import Chain
 
 NO_LIMIT_BLOCKS = 1 << 62
 _RESERVED_CELL = RESERVED_PLACE.to_bytes(PLACE_BYTES, "little", signed=True)
@@ -86,7 +86,7 @@ class StagedTree(PlacedTree):
         symbols cannot be: the tree files by symbols, so another symbol is another block.
         """
         assert 0 <= shard < walk.root.space.shard_count
-        self._finish(walk)
+        walk.finish()
         grant = _Grant(walk.ready_blocks, shard, owner, max_blocks, first_block, tier)
         for span in walk.path:
             if span.stop > span.run.ready and not self._stage_known(grant, span):
@@ -97,14 +97,6 @@ class StagedTree(PlacedTree):
         if grant.wanted:
             self.listener.on_slots(walk.root.space, tier, grant.wanted)
         return self._granted(grant, walk)
-
-    def _finish(self, walk: Walk) -> None:
-        """Brings a walk to its end as the tree is now, on the root that is filed now."""
-        root = self.find_root(walk.root.space, walk.root.digest)
-        if root is not None and root is not walk.root:
-            walk.restart(root)
-        while not walk.step():
-            pass
 
     def _stage_known(self, grant: _Grant, span: Span) -> bool:
         """Reserves missing shards of STAGING blocks on the path; False when the grant is used."""
@@ -174,7 +166,7 @@ class StagedTree(PlacedTree):
         covered = len(grant.answers)
         if not covered:
             return Staged(b"", None, 0)
-        self._finish(walk)
+        walk.finish()
         run, depth = walk.run, walk.depth
         while run.first >= covered:
             assert run.parent is not None

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+
+from kvstore.core.block import NO_PLACE
+from kvstore.core.keys import Chain
+from kvstore.core.space import Space
 from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
 from kvstore.policies.index.listener import IndexListener, SilentListener
 from kvstore.policies.index.run import (
@@ -22,15 +26,11 @@ from kvstore.policies.index.run import (
 )
 from kvstore.policies.index.walk import Walk
 
-from kvstore.core.block import NO_PLACE
-from kvstore.core.keys import Chain
-from kvstore.core.space import Space
-
 
 class Tree:
     """Runs of every root, their places by tier, and what protects them.
 
-    `changes` counts what may move blocks from one run to another: splits, merges, removals.
+    `changes` counts what may lead a walk astray: splits, merges, removals, new roots.
     """
 
     def __init__(self, tier_count: int, listener: IndexListener | None = None):
@@ -130,6 +130,7 @@ class Tree:
             assert root.digest not in group
             group[root.digest] = root
             self.root_count += 1
+            self.changes += 1
         add_child(parent, child)
         self.run_count += 1
         self.block_count += child.count

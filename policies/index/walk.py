@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.core.keys import Chain
 from kvstore.policies.index.run import (
     MAX_RUN_BLOCKS,
     WIDE_SYMBOL_BYTES,
@@ -13,8 +14,6 @@ from kvstore.policies.index.run import (
     common_blocks,
     find_child,
 )
-
-from kvstore.core.keys import Chain
 
 if TYPE_CHECKING:
     from kvstore.policies.index.tree import Tree
@@ -124,13 +123,22 @@ class Walk:
             self._path = self._tree.path_to(self.run, self.depth, 0)
         return self._path
 
+    def finish(self) -> None:
+        """Goes to the end of the chain as the tree is now, however long that takes."""
+        while not self.step():
+            pass
+
     def _check_fresh(self) -> None:
         if self._changes != self._tree.changes:
-            while not self.step():
-                pass
+            self.finish()
 
     def _resume(self) -> None:
         """Finds itself again: any living run it came through is still right down to its start."""
+        filed = self._tree.find_root(self.root.space, self.root.digest)
+        if filed is not None and filed is not self.root:
+            # The root lost its last block and got others since.
+            self.restart(filed)
+            return
         self._changes = self._tree.changes
         run = self.run
         while not run.alive:

@@ -1,0 +1,343 @@
+"""Single promises of the prefix index."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore.core.keys import Chain, Segment, chain_keys, token_chain
+from kvstore.core.space import Space
+from kvstore.policies.index import MAX_RUN_BLOCKS, GraftBlock, StageAnswer
+from kvstore.policies.index import run as run_module
+
+ROOT, OTHER_ROOT = bytes(32), b"r" * 32
+
+
+def tokens(blocks: int, seed: int) -> list[bytes]:
+    data = random.Random(seed).randbytes(16 * blocks)
+    return [data[i : i + 16] for i in range(0, len(data), 16)]
+
+
+def test_a_hit_is_exact(world: Any, new_space: Callable[..., Space]) -> None:
+    """I1: space, root and every symbol of a hit are the request's own."""
+    space, other = new_space(0), new_space(1)
+    chain = tokens(40, 1)
+    world.put(space, chain)
+    assert world.look(space, chain) == 40
+    assert world.look(other, chain) == 0
+    assert world.look(space, chain, root=OTHER_ROOT) == 0
+    near_root = bytes(31) + b"\1"
+    assert world.look(space, chain, root=near_root) == 0
+    for wrong in range(40):
+        changed = list(chain)
+        changed[wrong] = chain[wrong][:-1] + bytes([chain[wrong][-1] ^ 1])
+        assert world.look(space, changed) == wrong
+    world.check()
+
+
+def test_symbols_of_another_width_are_other_symbols(
+    world: Any, new_space: Callable[..., Space]
+) -> None:
+    """I1, I2: the same bytes cut into other symbols are another prefix."""
+    space = new_space()
+    data = bytes(64)
+    world.put(space, Chain((Segment(data, 16),)))
+    assert world.look(space, Chain((Segment(data, 32),))) == 0
+    world.put(space, Chain((Segment(data, 32),)))
+    assert world.look(space, Chain((Segment(data, 32),))) == 2
+    assert world.look(space, Chain((Segment(data, 16),))) == 4
+    world.check()
+
+
+def test_wide_symbols_of_one_hash_are_told_apart(
+    world: Any, new_space: Callable[..., Space], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I1: children filed by a hash of their first symbol are compared in full."""
+    monkeypatch.setattr(run_module, "hash", lambda symbol: 7, raising=False)
+    space = new_space()
+    chains = [[bytes([n]) * 300, bytes([n]) * 300] for n in range(6)]
+    for chain in chains:
+        world.put(space, chain)
+    assert [world.look(space, chain) for chain in chains] == [2] * 6
+    assert world.look(space, [b"x" * 300]) == 0
+    world.check()
+    for chain in chains:
+        walk = world.walk(space, Chain((Segment(b"".join(chain), 300),)))
+        world.index.remove(walk.path[0].run)
+        world.check()
+        assert world.look(space, chain) == 0
+
+
+def test_blocks_are_invisible_until_all_shards_and_the_parent_are_there(
+    world: Any, new_space: Callable[..., Space], new_chain: Callable[..., Chain]
+) -> None:
+    """I3: READY needs every shard committed and a READY parent, whatever the order."""
+    space = new_space(shards=2)
+    chain = new_chain(tokens(3, 1))
+    first, second = world.stage(space, chain, 0), world.stage(space, chain, 1)
+    assert list(first.answers) == list(second.answers) == [StageAnswer.WANTED] * 3
+    run = first.anchor.run
+    for i, shard in ((2, 0), (2, 1), (1, 1), (0, 0)):
+        world.index.commit(run, i, shard, 0, i * 2 + shard)
+        assert world.index.publish(run) == []
+        assert world.walk(space, chain).ready_blocks == 0
+    world.index.commit(run, 0, 1, 0, 1)
+    assert [(s.start, s.stop) for s in world.index.publish(run)] == [(0, 1)]
+    world.index.commit(run, 1, 0, 0, 2)
+    assert [(s.start, s.stop) for s in world.index.publish(run)] == [(1, 3)]
+    assert world.index.places(world.walk(space, chain).path, 0, 1).tolist() == [1, 3, 5]
+    world.check()
+
+
+def test_publishing_a_parent_publishes_what_waited_below(
+    world: Any, new_space: Callable[..., Space], new_chain: Callable[..., Chain]
+) -> None:
+    """I3: children that were complete before their parent follow it, parents first."""
+    space = new_space()
+    stem, left, right = tokens(4, 1), tokens(3, 2), tokens(2, 3)
+    parent = world.stage(space, new_chain(stem))
+    children = [world.stage(space, new_chain(stem + tail)) for tail in (left, right)]
+    for child in children:
+        assert list(child.answers[:4]) == [StageAnswer.PENDING] * 4
+        assert world.commit(child) == []
+    spans = world.commit(parent)
+    assert sum(stop - start for _, start, stop in spans) == 9
+    assert spans[0].run.first == 0
+    assert world.look(space, stem + left) == 7
+    world.check()
+
+
+def test_a_writer_that_gives_up_leaves_nothing_visible(
+    world: Any, new_space: Callable[..., Space], new_chain: Callable[..., Chain]
+) -> None:
+    """I4: unstaging from the end takes the blocks away and keeps what is left anchored."""
+    space = new_space()
+    chain = new_chain(tokens(6, 1))
+    staged = world.stage(space, chain)
+    for position in (5, 4, 3):
+        run, start, _ = world.index.path(staged.anchor, position)[0]
+        world.index.unstage(run, start, 0)
+    assert staged.anchor.block_count == 3
+    assert world.index.block_count == 3
+    assert world.commit(staged)
+    assert world.look(space, chain) == 3
+    world.check()
+
+
+def test_runs_of_one_history_are_merged_up_to_the_cap(
+    world: Any, new_space: Callable[..., Space]
+) -> None:
+    """A chain that grows block by block, never looked up, stays a few long runs."""
+    space = new_space()
+    chain = tokens(1100, 1)
+    for stop in range(100, 1101, 100):
+        world.put(space, chain[:stop])
+    assert [run.count for run in world.index.runs()] == [1000, 100]
+    assert all(run.count <= MAX_RUN_BLOCKS for run in world.index.runs())
+    world.look(space, chain)
+    world.put(space, chain + tokens(1, 2))
+    assert world.index.run_count == 3, "a run that was used is another history than what follows"
+    world.check()
+
+
+def test_anchors_move_with_splits_and_merges_and_die_with_their_block(
+    world: Any, new_space: Callable[..., Space]
+) -> None:
+    """I6: an anchor keeps covering the same blocks until they are removed."""
+    space, index = new_space(), world.index
+    chain = tokens(8, 1)
+    [span] = world.put(space, chain)
+    shallow, deep = index.anchor(span.run, 2, 1), index.anchor(span.run, 7, 2)
+    tail = index.split(span.run, 4)
+    assert (shallow.run, shallow.depth) == (span.run, 2)
+    assert (deep.run, deep.depth) == (tail, 3)
+    assert deep.block_count == 7
+    world.put(space, chain + tokens(3, 9))
+    assert deep.block_count == 7
+    removed = index.remove(tail, 1)
+    assert removed.anchors == [deep]
+    assert deep.run is None
+    index.unanchor(deep)
+    assert shallow.block_count == 2
+    world.check()
+
+
+def test_a_hundred_thousand_anchors_on_one_run(world: Any, new_space: Callable[..., Space]) -> None:
+    """Leases on one hot prefix cost nothing to each other, and move as one when it is split."""
+    space, index = new_space(), world.index
+    [span] = world.put(space, tokens(100, 1))
+    anchors = [index.anchor(span.run, 1 + n % 100, n) for n in range(100_000)]
+    tail = index.split(span.run, 50)
+    assert sum(anchor.run is tail for anchor in anchors) == 50_000
+    assert tail.marks is not None
+    assert len(tail.marks) == 50
+    for anchor in anchors:
+        index.unanchor(anchor)
+    assert tail.marks is None
+    assert span.run.marks is None
+    world.check()
+
+
+def test_deep_chains_need_no_recursion(
+    new_world: type[Any], new_space: Callable[..., Space]
+) -> None:
+    """A million tokens: put, found, keyed, evicted from the end and removed, one run or many."""
+    world, space = new_world(), new_space()
+    chain = token_chain(random.Random(1).randbytes(62_500 * 64), 16)
+    world.put(space, chain)
+    assert world.walk(space, chain).ready_blocks == 62_500
+    assert world.index.run_count == 62
+    last = world.walk(space, chain).path[-1]
+    symbols = [chain.segments[0].symbols[i : i + 64] for i in range(0, 62_500 * 64, 64)]
+    assert world.index.keys(last)[-1] == chain_keys(ROOT[:16], symbols)[-1]
+    assert world.free(space, 30_000) == 30_000
+    assert world.walk(space, chain).ready_blocks == 32_500
+    world.check()
+    assert len(world.index.remove_space(space).places[0]) == 32_500
+    assert (world.index.block_count, world.index.run_count, world.index.root_count) == (0, 0, 0)
+    world.check()
+
+
+def test_a_chain_of_many_short_runs_needs_no_recursion(
+    world: Any, new_space: Callable[..., Space]
+) -> None:
+    """20,000 runs of one block: nothing recurses, whatever the depth of the chain."""
+    space = new_space()
+    chain = Chain(
+        tuple(Segment(bytes(16 if n % 2 else 12), 16 if n % 2 else 12) for n in range(20_000))
+    )
+    world.put(space, chain)
+    assert world.index.run_count == 20_000
+    assert world.look(space, chain) == 20_000
+    assert world.free(space, 500) == 500
+    world.check()
+    world.index.remove_space(space)
+    world.check()
+
+
+def test_a_sliced_walk_stays_right_while_the_tree_changes(
+    world: Any, new_space: Callable[..., Space], new_chain: Callable[..., Chain]
+) -> None:
+    """I1: runs split, merge, go and come back between two steps; the answer is the tree's."""
+    space, index = new_space(), world.index
+    chain = tokens(600, 1)
+    rng = random.Random(3)
+    for stop in range(20, 601, 20):
+        world.put(space, chain[:stop])
+        if stop % 60 == 0:
+            world.put(space, [*chain[: stop - 7], *tokens(2, stop)])
+    for _ in range(30):
+        walk = index.walk(index.root(space, ROOT), new_chain(chain))
+        while not walk.step(40):
+            runs = list(index.runs())
+            victim = rng.choice(runs)
+            if rng.random() < 0.2:
+                index.remove(victim, rng.randrange(victim.count))
+            elif victim.count > 1:
+                index.split(victim, rng.randrange(1, victim.count))
+            world.put(space, chain[: rng.randrange(1, 601)])
+        fresh = world.walk(space, new_chain(chain))
+        assert (walk.ready_blocks, walk.path) == (fresh.ready_blocks, fresh.path)
+        world.check()
+
+
+def test_max_blocks_holds_roots_and_staging_included(
+    new_world: type[Any], new_space: Callable[..., Space]
+) -> None:
+    """I16: the index never holds more than `max_blocks`, and says so by a shorter grant."""
+    world, space = new_world(max_blocks=50), new_space()
+    for n in range(20):
+        world.put(space, tokens(7, n), root=bytes([n]) * 32)
+    assert world.index.block_count + world.index.root_count <= 50
+    assert world.index.free_blocks == 50 - world.index.block_count - world.index.root_count
+    assert world.index.free_blocks <= 1
+    world.check()
+
+
+def test_lookups_of_unknown_roots_leave_nothing_behind(
+    world: Any, new_space: Callable[..., Space]
+) -> None:
+    """I16: a root costs memory only while it has blocks."""
+    space = new_space()
+    for n in range(100):
+        assert world.look(space, tokens(2, 1), root=bytes([n]) * 32) == 0
+    assert world.index.root_count == 0
+    world.put(space, tokens(2, 1))
+    world.free(space, 2)
+    assert world.index.root_count == 0
+    assert world.index.find_root(space, ROOT) is None
+
+
+def test_removing_a_space_leaves_the_others(world: Any, new_space: Callable[..., Space]) -> None:
+    """Clear takes all of a space's roots, their anchors too, and nothing else."""
+    spaces = [new_space(n) for n in range(3)]
+    for space in spaces:
+        for root in (ROOT, OTHER_ROOT):
+            world.put(space, tokens(5, 1), root=root)
+    run = world.index.find_root(spaces[1], ROOT).head.children
+    anchor = world.index.anchor(run, 5, 9)
+    removed = world.index.remove_space(spaces[1])
+    assert removed.anchors == [anchor]
+    assert len(removed.places[0]) == 10
+    assert [world.look(space, tokens(5, 1)) for space in spaces] == [5, 0, 5]
+    world.check()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_graft_rebuilds_the_tree(
+    new_world: type[Any], new_space: Callable[..., Space], shards: int
+) -> None:
+    """I13: from headers in any order comes the same tree; what hangs on nothing is refused."""
+    space, rng = new_space(shards=shards), random.Random(5)
+    stem = tokens(2000, 1)
+    chains = [stem, stem[:700] + tokens(30, 2), stem[:1500] + tokens(900, 3), tokens(4, 4)]
+    blocks: dict[bytes, list[GraftBlock]] = {}
+    place = 0
+    for chain in chains:
+        keys = [ROOT[:16], *chain_keys(ROOT[:16], chain)]
+        for n, symbol in enumerate(chain):
+            if keys[n + 1] not in blocks:
+                made = [GraftBlock(keys[n + 1], keys[n], symbol, s, 0, place + s)
+                        for s in range(shards)]  # fmt: skip
+                blocks[keys[n + 1]] = made
+                place += shards
+    lost = chain_keys(ROOT[:16], chains[1])[710]
+    records = [b for key, made in blocks.items() for b in made if key != lost]
+    forged = records[0]._replace(key=b"f" * 16, place=10**6)
+    records.append(forged)
+    rng.shuffle(records)
+    world = new_world()
+    grafted = world.index.graft(space, ROOT, records)
+    world.check()
+    found = [world.look(space, chain) for chain in chains]
+    assert found == [2000, 710, 2400, 4]
+    assert grafted.block_count == len(blocks) - 20
+    assert len(grafted.refused) == 19 * shards + 1
+    assert (0, 10**6) in grafted.refused
+    for chain in chains[2:]:
+        walk = world.index.walk(
+            world.index.root(space, ROOT), Chain((Segment(b"".join(chain), 16),))
+        )
+        walk.step(5000)
+        keys = chain_keys(ROOT[:16], chain)
+        for shard in range(shards):
+            places = world.index.places(walk.path, 0, shard).tolist()
+            assert places == [blocks[key][shard].place for key in keys]
+
+
+def test_a_graft_is_cut_at_max_blocks(
+    new_world: type[Any], new_space: Callable[..., Space]
+) -> None:
+    """I16: recovery keeps to `max_blocks` as well, and what is left over is refused."""
+    chain = tokens(60, 1)
+    keys = [ROOT[:16], *chain_keys(ROOT[:16], chain)]
+    records = [GraftBlock(keys[n + 1], keys[n], s, 0, 0, n) for n, s in enumerate(chain)]
+    world, space = new_world(max_blocks=50), new_space()
+    grafted = world.index.graft(space, ROOT, records)
+    assert grafted.block_count == 49
+    assert sorted(place for _, place in grafted.refused) == list(range(49, 60))
+    assert world.look(space, chain) == 49
+    world.check()
