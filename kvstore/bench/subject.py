@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.client import KVClient
 from kvstore.core.errors import KVStoreError
-from kvstore.core.spec import KVSpec
+from kvstore.core.spec import KVSpec, space_id
 from kvstore.replay.payload import PayloadMaker, prompt_keys
 
 MIB = 1 << 20
@@ -37,17 +37,19 @@ class Subject:
     def __init__(self, target: str, block_bytes: int, block_size: int = 16, seed: int = 0) -> None:
         self.block_bytes, self.block_size = block_bytes, block_size
         self.client = KVClient.connect(target, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
-        self.space = self.client.attach(bench_spec(block_bytes, block_size), tenant="default")
-        self._maker = PayloadMaker(self.space.space_id, self.space.epoch, block_bytes)
-        self._rng = np.random.default_rng(seed)
+        spec = bench_spec(block_bytes, block_size)
+        self.space = self.client.attach(spec, tenant="default")
+        self._space_id = space_id(spec, "default")
+        self._maker = PayloadMaker(self._space_id, 0, block_bytes)
+        self._rng = random.Random(seed)
 
     def prompt(self, block_count: int) -> np.ndarray:
         """Tokens of a prompt that nobody has put."""
-        count = block_count * self.block_size
-        return self._rng.integers(0, VOCABULARY, count, dtype=np.uint32)
+        raw = self._rng.randbytes(4 * block_count * self.block_size)
+        return np.frombuffer(raw, dtype="<u4") % np.uint32(VOCABULARY)
 
     def keys(self, tokens: np.ndarray) -> list[bytes]:
-        return prompt_keys(self.space.space_id, tokens, self.block_size)
+        return prompt_keys(self._space_id, tokens, self.block_size)
 
     def payloads(self, tokens: np.ndarray, out: np.ndarray, first_block: int = 0) -> np.ndarray:
         """The payloads of a prompt's blocks from `first_block` on, written to rows of `out`."""

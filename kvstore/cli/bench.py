@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import click
@@ -55,9 +54,10 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
 
 
 def _measure(name: str, quick: bool) -> dict[str, Any]:
-    module = importlib.import_module(f"kvstore.bench.{name}")
-    result: dict[str, Any] = {"benchmark": name, **module.run(quick=quick)}
-    return result
+    from kvstore.bench import lookup, memory, put, restore
+
+    modules = {"restore": restore, "put": put, "lookup": lookup, "memory": memory}
+    return {"benchmark": name, **modules[name].run(quick=quick)}
 
 
 def _show(name: str, result: dict[str, Any]) -> None:

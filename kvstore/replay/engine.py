@@ -6,6 +6,7 @@ checked. The daemon may go away at any moment: then the request is recomputed, a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,16 +21,22 @@ from kvstore.replay.tally import Tally
 PUT_BYTES = 16 << 20
 
 
-class AttachedSpace(Protocol):
+class ClientSpace(Protocol):
     """What the engine uses of a client's attached space."""
-
-    space_id: bytes
-    epoch: int
-    block_bytes: int
 
     def lookup(self, token_ids: np.ndarray) -> Any: ...
     def restore_into(self, match: Any, buffers: Any) -> Any: ...
     def put(self, token_ids: np.ndarray, blocks: Any, first_block: int = 0) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedSpace:
+    """A client's space, and what its payloads follow from."""
+
+    space: ClientSpace
+    space_id: bytes
+    epoch: int
+    block_bytes: int
 
 
 class Freshness(Protocol):
@@ -48,45 +55,45 @@ class TraceEngine:
         self._buffer = np.zeros((0, 0), dtype=np.uint8)
         self._makers: dict[tuple[bytes, int], PayloadMaker] = {}
 
-    def serve(self, space: AttachedSpace, request: TraceRequest, seen: Seen) -> None:
+    def serve(self, attached: AttachedSpace, request: TraceRequest, seen: Seen) -> None:
         """Serves one request; StoreUnavailable is counted and passed on."""
         tally, full = self.tally, request.full_blocks
         tally.requests += 1
         tally.input_tokens += request.input_length
         tokens = self._prompts.tokens(request.hash_ids, request.input_length)
         try:
-            self._serve_blocks(space, tokens[: full * self._block_size], full, seen)
+            self._serve_blocks(attached, tokens[: full * self._block_size], full, seen)
         except StoreUnavailable:
             tally.unavailable += 1
             raise
 
     def _serve_blocks(
-        self, space: AttachedSpace, tokens: np.ndarray, full: int, seen: Seen
+        self, attached: AttachedSpace, tokens: np.ndarray, full: int, seen: Seen
     ) -> None:
         phase = seen.phase
         start = perf_seconds()
-        match = space.lookup(tokens)
+        match = attached.space.lookup(tokens)
         self.tally.lookup_seconds.append(perf_seconds() - start)
         with match:
-            keys = prompt_keys(space.space_id, tokens, self._block_size)
-            self._reserve_buffer(full, space.block_bytes)
-            restored = self._restore(space, match, keys)
+            keys = prompt_keys(attached.space_id, tokens, self._block_size)
+            self._reserve_buffer(full, attached.block_bytes)
+            restored = self._restore(attached, match, keys)
             self._count_hits(match, restored, phase, seen)
-            self._store(space, tokens, keys, match.matched_tokens // self._block_size, seen)
+            self._store(attached, tokens, keys, match.matched_tokens // self._block_size, seen)
 
-    def _restore(self, space: AttachedSpace, match: Any, keys: list[bytes]) -> int:
+    def _restore(self, attached: AttachedSpace, match: Any, keys: list[bytes]) -> int:
         """Copies the match out and checks it; answers with the blocks that came back right."""
         count = match.restore_tokens // self._block_size
         if not count:
             return 0
         start = perf_seconds()
         try:
-            space.restore_into(match, self._buffer[:count])
+            attached.space.restore_into(match, self._buffer[:count])
         except (LeaseLost, NotFound):
             self.tally.lost_leases += 1
             return 0
         self.tally.restore_seconds.append(perf_seconds() - start)
-        maker = self._maker(space)
+        maker = self._maker(attached)
         right = count
         for i in range(count):
             wrong = maker.wrong_bytes(keys[i], self._buffer[i])
@@ -95,8 +102,8 @@ class TraceEngine:
                 self.tally.wrong_blocks += 1
                 right = min(right, i)
         self.tally.restored_blocks += count
-        self.tally.restored_bytes += count * space.block_bytes
-        self.tally.verified_bytes += count * space.block_bytes
+        self.tally.restored_bytes += count * attached.block_bytes
+        self.tally.verified_bytes += count * attached.block_bytes
         return right
 
     def _count_hits(self, match: Any, restored: int, phase: int, seen: Seen) -> None:
@@ -110,11 +117,11 @@ class TraceEngine:
         self.tally.readopted_hit_tokens += old * self._block_size
 
     def _store(
-        self, space: AttachedSpace, tokens: np.ndarray, keys: list[bytes], first: int, seen: Seen
+        self, attached: AttachedSpace, tokens: np.ndarray, keys: list[bytes], first: int, seen: Seen
     ) -> None:
         """Puts what the lookup did not find, in pieces of bounded size, front to back."""
-        piece = max(PUT_BYTES // space.block_bytes, 1)
-        maker = self._maker(space)
+        piece = max(PUT_BYTES // attached.block_bytes, 1)
+        maker = self._maker(attached)
         for at in range(first, len(keys), piece):
             stop = min(at + piece, len(keys))
             blocks = self._buffer[: stop - at]
@@ -122,27 +129,29 @@ class TraceEngine:
                 maker.write(keys[i], blocks[i - at])
             start = perf_seconds()
             try:
-                result = space.put(tokens[: stop * self._block_size], blocks, first_block=at)
+                result = attached.space.put(
+                    tokens[: stop * self._block_size], blocks, first_block=at
+                )
             except (LimitReached, NotFound):
                 self.tally.rejected_blocks += stop - at
                 return
             self.tally.put_seconds.append(perf_seconds() - start)
-            self._count_put(result, at, stop, space.block_bytes, seen)
+            self._count_put(result, at, stop, attached.block_bytes, seen)
             if result.rejected:
                 return
 
     def _count_put(self, result: Any, at: int, stop: int, block_bytes: int, seen: Seen) -> None:
         self.tally.stored_blocks += result.stored
-        self.tally.present_blocks += result.present
+        self.tally.present_blocks += result.present + result.pending
         self.tally.rejected_blocks += result.rejected
         self.tally.stored_bytes += result.stored * block_bytes
         if result.stored:
             seen.mark_stored(at, stop)
 
-    def _maker(self, space: AttachedSpace) -> PayloadMaker:
-        key = (space.space_id, space.epoch)
+    def _maker(self, attached: AttachedSpace) -> PayloadMaker:
+        key = (attached.space_id, attached.epoch)
         if key not in self._makers:
-            self._makers[key] = PayloadMaker(space.space_id, space.epoch, space.block_bytes)
+            self._makers[key] = PayloadMaker(*key, attached.block_bytes)
         return self._makers[key]
 
     def _reserve_buffer(self, blocks: int, block_bytes: int) -> None:

@@ -24,6 +24,7 @@ from kvstore.core.config import GIB, MIB
 from kvstore.core.errors import ConfigError, KVStoreError, StoreUnavailable
 from kvstore.core.machine import LocalMachine
 from kvstore.core.sizes import Size
+from kvstore.replay.status import read_status
 
 PREFIX = "kvstore-own-"
 MEMORY_FILE_SYSTEM = "/dev/shm"

@@ -18,11 +18,12 @@ import numpy as np
 from kvstore.client import KVClient
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.errors import StoreUnavailable
-from kvstore.core.spec import KVSpec
+from kvstore.core.spec import KVSpec, space_id
 from kvstore.replay.board import Board
-from kvstore.replay.engine import Seen, TraceEngine
+from kvstore.replay.engine import AttachedSpace, Seen, TraceEngine
 from kvstore.replay.formats import TraceRequest, load_trace
 from kvstore.replay.payload import PromptMaker
+from kvstore.replay.status import space_epoch
 from kvstore.replay.tally import Tally
 from kvstore.replay.transform import spread_ticks
 
@@ -77,12 +78,15 @@ class Spaces:
     def __init__(self, job: Job, block_size: int) -> None:
         self._client = KVClient.connect(job.target, call_timeout_seconds=job.call_timeout_seconds)
         self._spec = replay_spec(job.model, block_size, job.block_bytes, job.seed)
-        self._spaces: dict[str, object] = {}
+        self._spaces: dict[str, AttachedSpace] = {}
 
-    def get(self, tenant: str) -> object:
+    def get(self, tenant: str) -> AttachedSpace:
         tenant = tenant or "default"
         if tenant not in self._spaces:
-            self._spaces[tenant] = self._client.attach(self._spec, tenant=tenant, shard=0)
+            space = self._client.attach(self._spec, tenant=tenant, shard=0)
+            identity = space_id(self._spec, tenant)
+            epoch = space_epoch(self._client, identity)
+            self._spaces[tenant] = AttachedSpace(space, identity, epoch, self._spec.block_bytes)
         return self._spaces[tenant]
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvstore.core.errors import LeaseLost, StoreUnavailable
 from kvstore.core.plan import PlanStep
 from kvstore.replay.board import Board, Progress
-from kvstore.replay.engine import Seen, TraceEngine
+from kvstore.replay.engine import AttachedSpace, Seen, TraceEngine
 from kvstore.replay.formats import TraceRequest
 from kvstore.replay.payload import PromptMaker, prompt_keys
 from kvstore.replay.tally import Tally, report
@@ -62,7 +62,9 @@ class FakeSpace:
         for key, row in zip(keys[:room], blocks, strict=False):
             self.blocks[key] = row.tobytes()
         stored = min(room, len(keys))
-        return SimpleNamespace(stored=stored, present=0, rejected=len(keys) - stored)
+        return SimpleNamespace(
+            stored=stored, present=0, pending=0, rejected=len(keys) - stored
+        )
 
 
 @pytest.fixture
@@ -87,7 +89,8 @@ def serve(engine: TraceEngine, space: FakeSpace, board: Board, *ids: int, length
         timestamp=0, input_length=length or len(ids) * SIZE, output_length=1, hash_ids=list(ids),
         block_size=SIZE,
     )  # fmt: skip
-    engine.serve(space, request, Seen(board, np.array(ids)))
+    attached = AttachedSpace(space, space.space_id, space.epoch, space.block_bytes)
+    engine.serve(attached, request, Seen(board, np.array(ids)))
     return engine.tally
 
 
