@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.core.completion import Completion
-from kvstore.core.errors import FailedPrecondition, InvalidRequest, LimitReached, NotFound
+from kvstore.core.errors import FailedPrecondition, InvalidRequest, NotFound
 from kvstore.core.plan import CommitResult, LookupResult, ReserveResult
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
@@ -129,17 +129,6 @@ class EngineCalls:
         """Checks a Reserve and hands it to the store; PutInline begins with one, too."""
         attachment = translate.attachment_of(session, request.attachment)
         query = translate.query(attachment, request.prompt, request.request_id, request.reuse)
-        block_count = query.chain.block_count
-        if request.first_block >= block_count:
-            raise InvalidRequest(
-                f"first_block is {request.first_block} but the prompt has {block_count} full "
-                "blocks; pass the position of the first block to put"
-            )
-        if block_count - request.first_block > RESERVE_BLOCKS_MAX:
-            raise LimitReached(
-                f"the prompt puts {block_count - request.first_block} blocks; "
-                f"reserve at most {RESERVE_BLOCKS_MAX} at once"
-            )
         result: ReserveResult | Completion[ReserveResult] = self._store.reserve(
             attachment, query, request.first_block
         )
