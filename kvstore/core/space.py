@@ -10,11 +10,12 @@ class Space:
     """A space's identity and what changes about it: its epoch.
 
     `block_bytes` is the payload of one shard's block, `slot_bytes` what it takes in a tier.
-    Commits and records carry the epoch they belong to; an older one never counts.
+    Commits and records carry the epoch they belong to; an older one never counts. While it is
+    `closing` (a clear is under way) nothing of it is found and nothing is taken in.
     """
 
     __slots__ = (
-        "block_bytes", "epoch", "id", "number", "pool", "shard_count", "slot_bytes", "spec",
+        "block_bytes", "closing", "epoch", "id", "number", "pool", "shard_count", "slot_bytes", "spec",
         "tenant",
     )  # fmt: skip
 
@@ -25,6 +26,7 @@ class Space:
         self.tenant = tenant
         self.pool = pool
         self.epoch = epoch
+        self.closing = False
         self.shard_count = spec.shard_count
         self.block_bytes = spec.block_bytes
         self.slot_bytes = slot_bytes(spec.block_bytes)

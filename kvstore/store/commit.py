@@ -14,6 +14,36 @@ from kvstore.store.sessions import Session
 JOB_BYTES = 2 << 20
 
 
+class _Answer:
+    """What one Commit answers: a result a piece, in order, once the last is there."""
+
+    __slots__ = ("completion", "left", "results")
+
+    def __init__(self, piece_count: int) -> None:
+        self.completion: Completion[list[CommitResult]] = Completion()
+        self.left = piece_count
+        self.results: list[CommitResult] = []
+        if not piece_count:
+            self.completion.resolve([])
+
+    def add(self, result: CommitResult) -> None:
+        self.results.append(result)
+        self.left -= 1
+        if not self.left:
+            self.completion.resolve(self.results)
+
+
+class _Copy:
+    """A piece under way, and its outcome once its copy is over."""
+
+    __slots__ = ("answer", "moved", "piece")
+
+    def __init__(self, piece: CommitRun, answer: _Answer) -> None:
+        self.piece = piece
+        self.answer = answer
+        self.moved: Moved | None = None
+
+
 class CommitFlow:
     """Publishes reserved blocks once their bytes are ours and checksummed."""
 
@@ -42,30 +72,25 @@ class CommitFlow:
             for position in _positions(piece):
                 reservation.copying[position] = reservation.waiting.pop(position)
         self._table.extend(reservation)
-        answer: Completion[list[CommitResult]] = Completion()
-        results: dict[int, CommitResult] = {}
-        if not pieces:
-            answer.resolve([])
-        for number, piece in enumerate(pieces):
-            self._copy(reservation, piece, number, results, len(pieces), answer)
-        return answer
+        answer = _Answer(len(pieces))
+        for piece in pieces:
+            self._copy(reservation, piece, answer)
+        return answer.completion
 
-    def _copy(
-        self, reservation: Reservation, piece: CommitRun, number: int,
-        results: dict[int, CommitResult], wanted: int, answer: Completion[list[CommitResult]],
-    ) -> None:  # fmt: skip
+    def _copy(self, reservation: Reservation, piece: CommitRun, answer: _Answer) -> None:
         parts, space = self._parts, reservation.attachment.space
         targets = [
             (reservation.copying[position], i * piece.stride)
             for i, position in enumerate(_positions(piece))
         ]
         write, source, length = parts.host.write, piece.source, space.block_bytes
+        copy = _Copy(piece, answer)
+        reservation.copies.append(copy)
 
         def done(moved: Moved) -> None:
+            copy.moved = moved
             reservation.session.copy_ended()
-            results[number] = self._copied(reservation, piece, moved)
-            if len(results) == wanted:
-                answer.resolve([results[i] for i in range(wanted)])
+            self._take_over(reservation)
 
         job = Job(
             COPY_LINK, space.tenant, reservation.session.id, len(targets) * length,
@@ -73,8 +98,14 @@ class CommitFlow:
         )  # fmt: skip
         reservation.session.copy_started()
         if not parts.mover.submit(job):
-            parts.recorder.queue_rejected(COPY_LINK)
+            parts.recorder.queue_rejected(COPY_LINK, len(targets))
             done(Moved(None, TierError("the copy queue is full; put again later"), 0.0))
+
+    def _take_over(self, reservation: Reservation) -> None:
+        """Publishes finished copies in the order they were asked for: parents come first."""
+        while reservation.copies and reservation.copies[0].moved is not None:
+            copy = reservation.copies.popleft()
+            copy.answer.add(self._copied(reservation, copy.piece, copy.moved))
 
     def _copied(self, reservation: Reservation, piece: CommitRun, moved: Moved) -> CommitResult:
         """The copies of a piece are over: its blocks become COMMITTED, and READY where they can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from kvstore.core.lease import Deadlines
@@ -15,11 +16,12 @@ class Reservation:
 
     A block is in `waiting` (with its slot) until its copy starts, in `copying` until that ends, in
     `committed` until it is READY: a shard ahead of its siblings, or of its parent. `lost` is set
-    when the index let the blocks go: their parent was cleared.
+    when the index let the blocks go: their parent was cleared. `copies` are those under way, in
+    the order they were asked for.
     """
 
     __slots__ = (
-        "anchor", "attachment", "committed", "copying", "ended", "epoch", "id", "lost", "waiting",
+        "anchor", "attachment", "committed", "copies", "copying", "ended", "epoch", "id", "lost", "waiting",
     )  # fmt: skip
 
     def __init__(self, reservation_id: int, attachment: Attachment, epoch: int) -> None:
@@ -29,6 +31,7 @@ class Reservation:
         self.anchor: Any = None
         self.waiting: dict[int, int] = {}
         self.copying: dict[int, int] = {}
+        self.copies: deque[Any] = deque()
         self.committed: set[int] = set()
         self.lost = False
         self.ended = False

@@ -145,10 +145,11 @@ class ReserveFlow:
 
     def _within_cap(self, space: Space, count: int) -> int:
         """How many of `count` staged blocks the tenant's cap allows, its own evicted first."""
-        accounts = self._parts.residency.accounts
-        if accounts.over_cap(HOST, space.tenant, 0):
+        residency = self._parts.residency
+        # Staged blocks are counted already: room below zero is what they are too many.
+        if residency.room(HOST, space.pool, space.tenant) < 0:
             self._remover.make_room(space, 0)
-        over = accounts.over_cap(HOST, space.tenant, 0)
+        over = max(0, -residency.room(HOST, space.pool, space.tenant))
         return max(0, count - -(-over // space.slot_bytes))
 
 
