@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.core.errors import InvalidRequest
 
 Buffers = Any  # one buffer of all blocks, or a sequence of one a block
-Blocks = Buffers | Callable[[int], Any]
+Blocks = Any  # the same, or a function from a position to its buffer
 
 
 def as_bytes(buffer: Any, what: str, writable: bool = False) -> np.ndarray:

@@ -9,8 +9,9 @@ import xxhash
 
 from kvstore.client.buffers import BlockBuffers
 from kvstore.client.match import Match
-from kvstore.client.put import PutResult
+from kvstore.client.put import WINDOW_BLOCKS, PutResult
 from kvstore.client.session import Attachment
+from kvstore.client.wire import cut_prompt
 from kvstore.core.errors import NotFound, StoreUnavailable
 from kvstore.core.plan import BlockOutcome
 from kvstore.proto.v1 import kvstore_pb2 as pb
@@ -53,27 +54,39 @@ def _fetch_range(
 
 def put(
     attachment: Attachment, request: pb.ReserveRequest, blocks: BlockBuffers, count: int,
-    timeout: float,
+    symbol_bytes: int, timeout: float,
 ) -> PutResult:  # fmt: skip
-    """Sends `count` blocks from `request.first_block` on."""
-    messages = _messages(request, blocks, count)
-    answer: pb.PutInlineResponse = attachment.session.upload("PutInline", messages, timeout)
-    outcomes = list(answer.outcomes)
+    """Sends `count` blocks from `request.first_block` on, a window at a time."""
+    limits = attachment.session.info.limits
+    window = limits.reserve_blocks or WINDOW_BLOCKS
+    chunk = min(CHUNK_BYTES, (limits.message_bytes or CHUNK_BYTES) // 2)
+    symbols, first = request.prompt.tokens or request.prompt.hashes, request.first_block
+    outcomes: list[int] = []
+    reason = ""
+    while len(outcomes) < count and not reason:
+        start, size = len(outcomes), min(window, count - len(outcomes))
+        request.first_block = first + start
+        cut_prompt(request.prompt, symbols, symbol_bytes, first + start + size)
+        messages = _messages(request, blocks, range(start, start + size), first, chunk)
+        answer: pb.PutInlineResponse = attachment.session.upload("PutInline", messages, timeout)
+        outcomes += answer.outcomes
+        if len(answer.outcomes) < size or BlockOutcome.REJECTED in answer.outcomes:
+            reason = answer.reason or "the daemon took a part only"
     return PutResult(
         stored=outcomes.count(BlockOutcome.STORED),
         present=outcomes.count(BlockOutcome.PRESENT),
         rejected=outcomes.count(BlockOutcome.REJECTED) + count - len(outcomes),
         pending=outcomes.count(BlockOutcome.PENDING),
-        reason=answer.reason,
+        reason=reason,
     )
 
 
 def _messages(
-    request: pb.ReserveRequest, blocks: BlockBuffers, count: int
+    request: pb.ReserveRequest, blocks: BlockBuffers, indices: range, first: int, chunk: int
 ) -> Iterator[pb.PutInlineRequest]:
     yield pb.PutInlineRequest(reserve=request)
-    for i in range(count):
+    for i in indices:
         data = blocks.block(i)
-        for start in range(0, len(data), CHUNK_BYTES):
-            part = data[start : start + CHUNK_BYTES].tobytes()
-            yield pb.PutInlineRequest(block=request.first_block + i, data=part)
+        for start in range(0, len(data), chunk):
+            part = data[start : start + chunk].tobytes()
+            yield pb.PutInlineRequest(block=first + i, data=part)

@@ -18,13 +18,14 @@ from kvstore.client.buffers import BlockBuffers, rows_at
 from kvstore.client.session import Attachment
 from kvstore.client.staging import StagingRange
 from kvstore.client.transport import CallTimeout, Disconnected, Pending
+from kvstore.client.wire import cut_prompt
 from kvstore.core.errors import KVStoreError, LimitReached, NotFound, StoreUnavailable
 from kvstore.core.plan import BlockOutcome
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 BATCH_BYTES = 2 << 20  # of one Commit: long enough to hide its round trip, short enough to overlap
 BATCHES_IN_FLIGHT = 3
-WINDOW_BLOCKS = 1024  # of one Reserve, unless the daemon says
+WINDOW_BLOCKS = 1024  # of one Reserve, unless the daemon says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,6 @@ class _Batch:
 
     pending: Pending
     taken: StagingRange
-    count: int
 
 
 class Put:
@@ -73,7 +73,7 @@ class Put:
 
     def __init__(
         self, attachment: Attachment, request: pb.ReserveRequest, blocks: BlockBuffers,
-        first_block: int, symbol_bytes: int, timeout: float,
+        first_block: int, count: int, symbol_bytes: int, timeout: float,
     ) -> None:  # fmt: skip
         assert attachment.session.staging is not None
         self._attachment = attachment
@@ -88,7 +88,8 @@ class Put:
         self._stride = attachment.slot_bytes
         self._batch_blocks = max(min(BATCH_BYTES, self._staging.size // 4) // self._stride, 1)
         self._in_flight: deque[_Batch] = deque()
-        self._counts = dict.fromkeys(BlockOutcome, 0)
+        self._outcomes = np.full(count, BlockOutcome.REJECTED, np.uint8)
+        self._committed = np.zeros(count, bool)
         self._reason = ""
         self._refused = False
         if self._stride > self._staging.size:
@@ -97,23 +98,25 @@ class Put:
                 f"{self._staging.size}; raise limits.staging_bytes_per_session"
             )
 
-    def run(self, stop: int) -> PutResult:
-        """Puts the blocks from the first up to position `stop`."""
-        position = self._first
+    def run(self) -> PutResult:
+        position, stop = self._first, self._first + len(self._outcomes)
         window = self._session.info.limits.reserve_blocks or WINDOW_BLOCKS
         while position < stop and not self._refused:
             answer = self._reserve(position, min(position + window, stop))
             if answer is None:
                 break
             position = self._fill(answer, position)
-        self._counts[BlockOutcome.REJECTED] += stop - position
         return self._result()
 
     def _result(self) -> PutResult:
-        counts = self._counts
+        outcomes = self._outcomes
+        if self._attachment.shard_count == 1:
+            _follow_parents(outcomes, self._committed)
+        counts = np.bincount(outcomes, minlength=len(BlockOutcome)).tolist()
         return PutResult(
             counts[BlockOutcome.STORED], counts[BlockOutcome.PRESENT],
-            counts[BlockOutcome.REJECTED], counts[BlockOutcome.PENDING], self._reason,
+            counts[BlockOutcome.REJECTED], counts[BlockOutcome.PENDING],
+            self._reason if counts[BlockOutcome.REJECTED] else "",
         )  # fmt: skip
 
     def _refuse(self, reason: str) -> None:
@@ -122,15 +125,9 @@ class Put:
         self._reason = self._reason or reason
 
     def _reserve(self, first: int, stop: int) -> pb.ReserveResponse | None:
-        request, width = self._request, self._symbol_bytes
+        request = self._request
         request.first_block = first
-        symbols = self._symbols
-        if len(symbols) != stop * width:
-            symbols = symbols[: stop * width]
-        if request.prompt.hash_bytes:
-            request.prompt.hashes = symbols
-        else:
-            request.prompt.tokens = symbols
+        cut_prompt(request.prompt, self._symbols, self._symbol_bytes, stop)
         try:
             answer: pb.ReserveResponse = self._session.call(
                 "Reserve", request, self._timeout, self._session.late_reserve
@@ -144,39 +141,40 @@ class Put:
         return answer
 
     def _fill(self, answer: pb.ReserveResponse, first: int) -> int:
-        """Sends what was granted from `first` on; answers with the position reached."""
+        """Sends what was granted from `first` on; answers with the position reached.
+
+        A limit may have cut the grant short: what was left out is asked for again once this part
+        is stored, until a grant begins with a rejection.
+        """
         outcomes = np.frombuffer(answer.outcomes, np.uint8)
         rejected = np.flatnonzero(outcomes == BlockOutcome.REJECTED)
-        if len(rejected):  # nothing can follow a block that is not stored
+        if len(rejected):
             outcomes = outcomes[: rejected[0]]
+            self._reason = answer.reason
+        if not len(outcomes):
             self._refuse(answer.reason)
-        for outcome in (BlockOutcome.PRESENT, BlockOutcome.PENDING):
-            self._counts[outcome] += int((outcomes == outcome).sum())
+        there = (outcomes == BlockOutcome.PRESENT) | (outcomes == BlockOutcome.PENDING)
+        self._outcomes[first - self._first :][: len(outcomes)][there] = outcomes[there]
         wanted = np.flatnonzero(outcomes == BlockOutcome.WANTED) + first
-        complete = False
+        sent_all = False
         try:
-            complete = self._send(answer.reservation_id, wanted.tolist())
+            sent_all = self._send(answer.reservation_id, wanted.tolist())
         finally:
-            if answer.reservation_id and not (complete and not len(rejected)):
+            if answer.reservation_id and not sent_all:
                 self._session.abort(answer.reservation_id)
         return first + len(outcomes)
 
     def _send(self, reservation_id: int, wanted: list[int]) -> bool:
-        """Copies and commits blocks; False when some were not stored."""
-        before = self._counts[BlockOutcome.REJECTED]
+        """Copies and commits blocks; False when it stopped before the last."""
         sent = 0
         try:
-            while sent < len(wanted) and not self._lost_parent(before):
+            while sent < len(wanted) and not self._refused:
                 sent += self._send_batch(reservation_id, wanted[sent : sent + self._batch_blocks])
             while self._in_flight:
                 self._collect()
         finally:
             self._settle()
-        self._counts[BlockOutcome.REJECTED] += len(wanted) - sent
-        return self._counts[BlockOutcome.REJECTED] == before
-
-    def _lost_parent(self, before: int) -> bool:
-        return self._counts[BlockOutcome.REJECTED] > before
+        return sent == len(wanted)
 
     def _send_batch(self, reservation_id: int, positions: list[int]) -> int:
         """One Commit of these blocks, or of the first alone if staging is scarce."""
@@ -197,7 +195,7 @@ class Put:
             if not isinstance(error, Disconnected):  # it was not sent
                 staging.give_back(taken)
             raise
-        self._in_flight.append(_Batch(pending, taken, len(positions)))
+        self._in_flight.append(_Batch(pending, taken))
         return len(positions)
 
     def _take(self, count: int) -> StagingRange:
@@ -238,7 +236,6 @@ class Put:
             raise  # the range stays taken: the daemon may read it yet
         except NotFound as error:  # the reservation ended
             self._staging.give_back(batch.taken)
-            self._counts[BlockOutcome.REJECTED] += batch.count
             self._refuse(str(error))
             return
         except KVStoreError:
@@ -246,8 +243,9 @@ class Put:
             raise
         self._staging.give_back(batch.taken)
         for result in answer.results:
-            for outcome in result.outcomes:
-                self._counts[BlockOutcome(outcome)] += 1
+            here = slice(result.first_block - self._first, None)
+            self._outcomes[here][: len(result.outcomes)] = list(result.outcomes)
+            self._committed[here][: len(result.outcomes)] = True
             if BlockOutcome.REJECTED in result.outcomes:
                 self._refuse(result.reason)
 
@@ -262,3 +260,15 @@ class Put:
             except KVStoreError:
                 pass
             self._staging.give_back(batch.taken)
+
+
+def _follow_parents(outcomes: np.ndarray, committed: np.ndarray) -> None:
+    """Counts blocks as stored that waited only for blocks before them in the same put.
+
+    Commits may end out of order: a block that was answered PENDING became READY with its parent,
+    if the parent's own answer came later and no other shard is waited for.
+    """
+    there = (BlockOutcome.STORED, BlockOutcome.PRESENT)
+    for i in np.flatnonzero((outcomes == BlockOutcome.PENDING) & committed).tolist():
+        if i and outcomes[i - 1] in there:
+            outcomes[i] = BlockOutcome.STORED

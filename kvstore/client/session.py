@@ -46,6 +46,7 @@ class Attachment:
     number: int
     block_bytes: int
     slot_bytes: int
+    shard_count: int
     pools: dict[int, MappedPool]
 
     @property
@@ -103,8 +104,9 @@ class Session:
         for pool in pools:
             self.pools.setdefault(pool.pool_id, pool)
         attachment = Attachment(
-            self, response.attachment, response.block_bytes, response.slot_bytes, self.pools
-        )
+            self, response.attachment, response.block_bytes, response.slot_bytes,
+            space.spec.shard_count, self.pools,
+        )  # fmt: skip
         self.attachments[space] = attachment
         return attachment
 

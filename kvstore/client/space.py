@@ -184,10 +184,10 @@ class Space:
         if hints is not None:
             fill_hints(request.reuse, hints)
         limit = self._link.timeouts.put_seconds
-        if attachment.session.staging is None:
-            return inline.put(attachment, request, source, count, limit)
         symbol_bytes = prompt.hash_bytes or 4 * self.spec.block_size
-        return Put(attachment, request, source, first_block, symbol_bytes, limit).run(stop)
+        if attachment.session.staging is None:
+            return inline.put(attachment, request, source, count, symbol_bytes, limit)
+        return Put(attachment, request, source, first_block, count, symbol_bytes, limit).run()
 
     def put_async(
         self,

@@ -85,6 +85,15 @@ def fill_hints(message: pb.ReuseHints, hints: ReuseHints) -> None:
     message.no_store = hints.no_store
 
 
+def cut_prompt(prompt: pb.Prompt, symbols: bytes, symbol_bytes: int, stop: int) -> None:
+    """Leaves the first `stop` blocks of `symbols` in the prompt."""
+    kept = symbols[: stop * symbol_bytes]
+    if prompt.hash_bytes:
+        prompt.hashes = kept
+    else:
+        prompt.tokens = kept
+
+
 def plan_of(message: pb.Plan) -> RestorePlan:
     p50, p99 = (
         getattr(message, name) if message.HasField(name) else None
