@@ -20,6 +20,7 @@ from kvstore.core.clock import SystemClock
 from kvstore.core.config import Config
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
+from kvstore.events import EventLog
 from kvstore.httpd import WatchServer
 from kvstore.locks import FileLock, private_directory
 from kvstore.metrics import Metrics
@@ -141,7 +142,8 @@ class Daemon:
             int(config.limits.queue_bytes_per_link),
         )
         self.store = assemble(
-            config, self.clock, self._host, record, self._mover, self._loop.call_soon,
+            config, self.clock, self._host, record, self._mover,
+            EventLog(self.clock.wall, config.limits.events_kept), self._loop.call_soon,
             random_token(8).hex(), self.metrics,
         )  # fmt: skip
         self.store.on_drain = self.drain
@@ -206,7 +208,8 @@ class Daemon:
             self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _is_drained(self) -> bool:
-        assert self.store is not None and self._drain_until is not None
+        assert self.store is not None
+        assert self._drain_until is not None
         parts = self.store.parts
         quiet = not len(parts.leases) and not len(self.store.reservations)
         return quiet or self.clock.now() >= self._drain_until

@@ -43,7 +43,9 @@ IMPORT_MAP: dict[str, set[str]] = {
     "locks": {"core"},
     "logs": {"core"},
     "httpd": {"core"},
-    "testing": {*BELOW_STORE, "store", "recovery", "server", "client", "proto", "testing"},
+    "testing": {
+        *BELOW_STORE, "store", "recovery", "server", "client", "proto", "events", "testing",
+    },
     "engines": {"core", "client", "engines"},
     "replay": {"core", "client", "policies", "replay"},
     "bench": {"core", "client", "policies", "proto", "replay", "bench"},

@@ -10,13 +10,12 @@ from kvstore.core.clock import Clock
 from kvstore.core.config import Config
 from kvstore.core.lease import Lease
 from kvstore.core.recorder import NO_RECORDER, Recorder
-from kvstore.events import EventLog
 from kvstore.mover import Mover
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.store.kvstore import KVStore
 from kvstore.store.leases import LeaseTable
-from kvstore.store.parts import HOST, TIER_NAMES, Parts, SpaceRecord
+from kvstore.store.parts import HOST, TIER_NAMES, EventSink, Parts, SpaceRecord
 from kvstore.store.retire import RetiredSlots
 from kvstore.tiers.base import AddressableTier
 
@@ -29,6 +28,7 @@ def assemble(
     host: AddressableTier,
     record: SpaceRecord,
     mover: Mover,
+    events: EventSink,
     defer: Callable[[Callable[[], None]], None],
     boot_id: str,
     recorder: Recorder = NO_RECORDER,
@@ -53,7 +53,7 @@ def assemble(
         residency=residency,
         host=host,
         mover=mover,
-        events=EventLog(clock.wall, config.limits.events_kept),
+        events=events,
         recorder=recorder,
         record=record,
         defer=defer,

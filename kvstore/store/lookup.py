@@ -11,13 +11,14 @@ from typing import Any
 
 import xxhash
 
+from kvstore.core.clock import perf_seconds
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining
 from kvstore.core.lease import Lease
 from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestorePlan, Slots
 from kvstore.core.spec import root_digest
 from kvstore.policies.index import Walk
-from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
+from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
 from kvstore.store.verify import Verifier
 
@@ -30,12 +31,14 @@ class LookupFlow:
     def __init__(self, parts: Parts, verifier: Verifier) -> None:
         self._parts = parts
         self._verifier = verifier
+        self._since = 0.0
 
     def lookup(
         self, attachment: Attachment, query: Query, local_tokens: int
     ) -> LookupResult | Completion[LookupResult]:
         """The match of `query`; later when it takes more than one slice, or bytes need a check."""
         parts = self._parts
+        self._since = perf_seconds()
         if parts.draining:
             raise Draining("the daemon is draining and grants no new leases; recompute")
         same = self._repeated(attachment, query, local_tokens)
@@ -57,6 +60,7 @@ class LookupFlow:
         answer: Completion[LookupResult] = Completion()
 
         def go_on() -> None:
+            self._since = perf_seconds()
             if not walk.step(SLICE_BLOCKS):
                 self._parts.defer(go_on)
                 return
@@ -77,6 +81,7 @@ class LookupFlow:
         answer: Completion[LookupResult] = Completion()
 
         def checked() -> None:
+            self._since = perf_seconds()
             settle(answer, lambda: self._answer(attachment, query, local_tokens, walk))
 
         if not self._verifier.verify_first(walk, checked):
@@ -88,6 +93,8 @@ class LookupFlow:
     ) -> LookupResult:
         if walk is not None and (attachment.session.closed or attachment.space.closing):
             walk = None
+        if query.request_id:
+            self._end_old(attachment, query.request_id)
         block_size = attachment.space.block_size
         wanted = query.chain.block_count
         ready = self._ready_blocks(walk)
@@ -95,7 +102,8 @@ class LookupFlow:
         granted, limit = self._within_limits(attachment, ready)
         matched, local = granted * block_size, min(local_tokens, granted * block_size)
         found = "hit" if granted == wanted and granted else "partial" if granted else "miss"
-        self._parts.recorder.lookup(found, wanted * block_size, matched, 0.0)
+        seconds = perf_seconds() - self._since
+        self._parts.recorder.lookup(found, wanted * block_size, matched, seconds)
         if not granted or walk is None:
             reason = limit or _miss_reason(wanted, pending)
             return LookupResult(0, 0, pending, RECOMPUTE_ALL, reason)
@@ -108,14 +116,13 @@ class LookupFlow:
         parts, space = self._parts, attachment.space
         matched = granted * space.block_size
         path = cut_path(walk.path, granted)
-        old = parts.leases.of_request(attachment, query.request_id) if query.request_id else None
         path = parts.residency.access(path)
         lease = parts.leases.add(attachment, query.request_id, local_tokens, granted)
         run, _, stop = path[-1]
         lease.anchor = parts.index.anchor(run, stop, lease.id)
-        if old is not None:
-            parts.leases.end(old, "replaced")
         restored = matched - local
+        restored_blocks = granted - local // space.block_size
+        parts.recorder.restored(TIER_NAMES[HOST], restored_blocks * space.block_bytes)
         lease.result = LookupResult(
             matched_tokens=matched,
             restore_tokens=restored,
@@ -129,6 +136,12 @@ class LookupFlow:
         if query.request_id:
             lease.symbols_digest = _digest(query)
         return lease.result
+
+    def _end_old(self, attachment: Attachment, request_id: str) -> None:
+        """The request's earlier lease was for other content: this answer takes its place."""
+        old = self._parts.leases.of_request(attachment, request_id)
+        if old is not None:
+            self._parts.leases.end(old, "replaced")
 
     def slots(self, lease: Lease, path: list[Any], first_block: int) -> Slots:
         """Where the blocks of `path` from `first_block` on lie, and their generations."""

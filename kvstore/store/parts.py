@@ -10,7 +10,6 @@ from kvstore.core.clock import Clock
 from kvstore.core.config import Config, LimitsSection
 from kvstore.core.recorder import Recorder
 from kvstore.core.space import Space
-from kvstore.events import EventLog
 from kvstore.mover import Mover
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
@@ -23,6 +22,18 @@ HOST = 0
 TIER_NAMES = ("host",)
 RESERVE_BLOCKS_MAX = 1024
 SLICE_BLOCKS = 1024
+
+
+class EventSink(Protocol):
+    """Who hears what became readable in a tier and what left it; keys are packed block keys."""
+
+    def stored(
+        self, space: Space, medium: str, keys: bytes, parent_key: bytes, symbols: bytes
+    ) -> None: ...
+
+    def removed(self, space: Space, medium: str, keys: bytes) -> None: ...
+
+    def cleared(self, space: Space, medium: str) -> None: ...
 
 
 class SpaceRecord(Protocol):
@@ -59,7 +70,7 @@ class Parts:
     residency: Residency
     host: AddressableTier
     mover: Mover
-    events: EventLog
+    events: EventSink
     recorder: Recorder
     record: SpaceRecord
     defer: Callable[[Callable[[], None]], None]

@@ -21,7 +21,8 @@ class Reservation:
     """
 
     __slots__ = (
-        "anchor", "attachment", "committed", "copies", "copying", "ended", "epoch", "id", "lost", "waiting",
+        "anchor", "attachment", "committed", "copies", "copying", "ended", "epoch", "id", "lost",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, reservation_id: int, attachment: Attachment, epoch: int) -> None:
