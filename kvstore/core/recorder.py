@@ -31,8 +31,7 @@ class Recorder:
         """Payload bytes were handed to a client to restore from."""
 
     def put_blocks(self, outcome: str, count: int) -> None:
-        """Blocks of a put were `stored`, `present`, `pending` or `rejected`; `wanted`
-        blocks were reserved."""
+        """Blocks of a put were `stored`, `present`, `pending` or `rejected`."""
 
     def put_bytes(self, count: int) -> None:
         """Payload bytes became READY."""
