@@ -1,0 +1,57 @@
+"""`kvstore bench`: the figures are there and the bytes right; speed is no test's business."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvstore.bench.measure import alternate, document
+from kvstore.bench.scrape import stall_quantile
+from kvstore.cli.bench import TARGETS
+from kvstore.cli.main import run
+
+
+def test_contestants_take_turns() -> None:
+    """Every contestant runs once a round and comes first as often as the others."""
+    calls: list[str] = []
+
+    def action(name: str) -> float:
+        calls.append(name)
+        return 1.0
+
+    samples = alternate(
+        {name: lambda name=name: action(name) for name in "abc"}, rounds=6, warmup=1
+    )
+    assert {name: len(values) for name, values in samples.items()} == {"a": 6, "b": 6, "c": 6}
+    rounds = ["".join(calls[i : i + 3]) for i in range(3, len(calls), 3)]
+    assert rounds == ["abc", "bca", "cab"] * 2
+
+
+def test_document_says_where_it_was_measured() -> None:
+    """Figures are top-level keys, with samples, medians, machine and commit beside them."""
+    result = document({"ratio": 0.5}, {"copy": [1.0, 3.0, 2.0]}, block_count=3)
+    assert result["ratio"] == 0.5
+    assert result["medians_seconds"] == {"copy": 2.0}
+    assert result["machine"]["cpu_count"] >= 1
+    assert result["commit"]
+
+
+def test_stall_quantile_is_an_upper_bound() -> None:
+    """The quantile is the upper bound of its bucket, of what came between the readings."""
+    before = {0.001: 10.0, 0.005: 10.0, float("inf"): 10.0}
+    after = {0.001: 108.0, 0.005: 110.0, float("inf"): 110.0}
+    assert stall_quantile(before, after, 0.98) == 0.001
+    assert stall_quantile(before, after, 0.99) == 0.005
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_quick_benchmark(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each benchmark runs to its end and prints one JSON document with its figures."""
+    assert run(["bench", name, "--quick", "--json"]) == 0
+    out, _ = capsys.readouterr()
+    result = json.loads(out)
+    for figure in TARGETS[name]:
+        assert result[figure] > 0
+    assert not result.get("wrong_bytes")

@@ -1,0 +1,157 @@
+"""`kvstore replay` and `kvstore demo`: real bytes through a real daemon, killed on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli.main import run
+from kvstore.cli.replay import bytes_per_token_for
+from kvstore.replay.formats import BUNDLED, load_trace, write_trace
+from kvstore.replay.live import LiveReplay, ReplayOptions
+from kvstore.replay.own_daemon import MEMORY_FILE_SYSTEM, PREFIX, OwnDaemon, sweep
+
+MIB = 1 << 20
+FAST = {"limits": {"lease_ttl_seconds": 1.0, "max_lease_ttl_seconds": 1.0}}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A small trace in which every request comes twice."""
+    path = tmp_path / "twice.jsonl.zst"
+    requests = [r for r in load_trace(BUNDLED, 30) if r.full_blocks < 40][:12]
+    write_trace(path, sorted([*requests, *requests], key=lambda r: r.timestamp))
+    return path
+
+
+@pytest.fixture
+def own_daemon() -> Any:
+    with OwnDaemon(64 * MIB, FAST) as daemon:
+        yield daemon
+
+
+def left_behind() -> set[str]:
+    return {path.name for path in Path(MEMORY_FILE_SYSTEM).glob(f"{PREFIX}*")}
+
+
+def options(**values: Any) -> ReplayOptions:
+    return ReplayOptions(**{"clients": 2, "bytes_per_token": 8, **values})
+
+
+def test_replay_hits_every_byte_right(trace: Path, own_daemon: OwnDaemon, tmp_path: Path) -> None:
+    """What is asked for twice comes back, and all of it is what was put (I1, I3)."""
+    with LiveReplay(trace, own_daemon.target, tmp_path, options(clients=1)) as replay:
+        seen: list[int] = []
+        result = replay.run(lambda totals: seen.append(totals["requests"]))
+    assert result["requests"] == seen[-1] == replay.request_count
+    assert result["wrong_bytes"] == 0
+    assert result["token_hit_ratio"] > 0.4
+    assert result["token_hit_ratio_by_tier"] == {"host": result["token_hit_ratio"]}
+    assert result["restored_bytes"] == result["verified_bytes"] > 0
+    assert result["rejected_blocks"] == result["lost_leases"] == result["store_unavailable"] == 0
+
+
+def test_other_seed_shares_nothing(trace: Path, own_daemon: OwnDaemon, tmp_path: Path) -> None:
+    """Another seed replays other prompts: a second run on one daemon starts cold."""
+    ratios = []
+    for seed in (0, 0, 1):
+        with LiveReplay(trace, own_daemon.target, tmp_path, options(seed=seed)) as replay:
+            ratios.append(replay.run()["token_hit_ratio"])
+    assert ratios[1] > 0.9
+    assert ratios[2] == pytest.approx(ratios[0], abs=0.1)
+
+
+def test_killed_daemon_comes_back_with_its_blocks(
+    trace: Path, own_daemon: OwnDaemon, tmp_path: Path
+) -> None:
+    """After kill -9 blocks stored before are hit again, right in every byte (I10, I11)."""
+    with LiveReplay(trace, own_daemon.target, tmp_path, options()) as replay:
+        replay.run()
+        stored = own_daemon.status()["block_count"]
+    own_daemon.kill()
+    own_daemon.start()
+    assert own_daemon.status()["readopted_blocks"] == stored > 0
+    with LiveReplay(trace, own_daemon.target, tmp_path, options()) as replay:
+        result = replay.run()
+    assert result["wrong_bytes"] == 0
+    assert result["token_hit_ratio"] > 0.9
+
+
+def test_client_failure_is_one_sentence(trace: Path, tmp_path: Path) -> None:
+    """A replay against nobody says so at once and leaves no process."""
+    from kvstore.replay.live import ReplayError
+
+    target = f"unix://{tmp_path}/nobody.sock"
+    with (
+        LiveReplay(trace, target, tmp_path, options()) as replay,
+        pytest.raises(ReplayError, match=r"a client of the replay failed: .*nobody"),
+    ):
+        replay.run()
+
+
+def test_replay_against_a_running_daemon(
+    trace: Path, own_daemon: OwnDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--json prints one document and nothing else; the figures of the contract are there."""
+    arguments = ["replay", str(trace), "--socket", own_daemon.socket, "--clients", "2"]
+    assert run([*arguments, "--bytes-per-token", "8", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert err == ""
+    assert result["own_daemon"] is False
+    for name in ("requests", "token_hit_ratio", "token_hit_ratio_by_tier", "readopted_blocks"):
+        assert name in result
+    assert result["wrong_bytes"] == 0
+
+
+def test_named_daemon_must_run(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A daemon that was named and is not there is exit 3, not a daemon of our own."""
+    assert run(["replay", str(trace), "--socket", str(tmp_path / "nobody.sock")]) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_demo_kills_verifies_and_cleans_up() -> None:
+    """The demo, short: a kill on the way, re-adopted blocks hit, no wrong byte, nothing left."""
+    before = left_behind()
+    command = [sys.executable, "-m", "kvstore.cli.main", "demo", "--limit", "120", "--json"]
+    done = subprocess.run(
+        [*command, "--bytes-per-token", "8", "--clients", "2"],
+        capture_output=True, text=True, timeout=100, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["requests"] == 120
+    assert result["wrong_bytes"] == 0
+    assert result["readopted_blocks"] > 0
+    assert result["readopted_hit_tokens"] > 0
+    assert left_behind() <= before
+
+
+def test_sweep_removes_what_the_dead_left(tmp_path: Path) -> None:
+    """Pools of a demo that was itself killed are removed by the next one, others' are kept."""
+    gone = Path(MEMORY_FILE_SYSTEM) / f"{PREFIX}{2**22 + 1}-x"
+    alive = Path(MEMORY_FILE_SYSTEM) / f"{PREFIX}1-x"
+    gone.mkdir()
+    alive.mkdir()
+    try:
+        sweep()
+        assert not gone.exists()
+        assert alive.exists()
+    finally:
+        alive.rmdir()
+
+
+def test_payload_is_scaled_to_fit() -> None:
+    """Without a size, half of the trace's blocks fit, and never less than a slot each."""
+    requests = load_trace(BUNDLED)
+    scaled = bytes_per_token_for(requests, 4 << 30)
+    assert scaled % 8 == 0
+    assert 0.45 < (4 << 30) / (33_117 * 512 * scaled) < 0.55
+    assert bytes_per_token_for(requests, 1 << 20) == 8
