@@ -43,10 +43,11 @@ class _Table(NamedTuple):
 class EpochsFile:
     """Epochs and clear marks of all spaces, in `directory`.
 
-    `all_void` is True when both copies were damaged, and stays so through crashes until
+    `all_void` is True when no sound copy was found, and stays so through crashes until
     `confirm_void`: which blocks are void is not known then, so the caller drops all of them.
-    `created` is True when there was no file: blocks found without one are as suspect. Raises
-    TierError when the directory cannot be written; the change then did not happen.
+    `created` tells a first start, where no file was there, from damage. Raises
+    TierError when the directory cannot be written; the change then counts neither here nor, unless
+    one copy got through, after a restart.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -59,10 +60,7 @@ class EpochsFile:
         for name, raw, table in zip(NAMES, raws, tables, strict=True):
             if raw is not None and table is None:
                 self._set_aside(name)
-        if sound:
-            best = max(sound, key=lambda table: table.sequence)
-        else:
-            best = _Table(0, not self.created, {})
+        best = max(sound, key=lambda table: table.sequence, default=_Table(0, True, {}))
         self._sequence, self.all_void, self._marks = best
         if any(table != best for table in tables):
             self._write(self._marks, self.all_void)
@@ -102,8 +100,9 @@ class EpochsFile:
 
     def confirm_void(self) -> None:
         """The caller has dropped every block: ends `all_void`, durably."""
-        self._write(self._marks, False)
-        self.all_void = False
+        if self.all_void:
+            self._write(self._marks, False)
+            self.all_void = False
 
     def _set(self, changes: dict[bytes, Mark]) -> None:
         marks = {**self._marks, **changes}
@@ -111,7 +110,9 @@ class EpochsFile:
         self._marks = marks
 
     def _write(self, marks: dict[bytes, Mark], all_void: bool) -> None:
-        raw = _pack(_Table(self._sequence + 1, all_void, marks))
+        # A write that fails half-way has used up its number: the next one must win over it.
+        self._sequence += 1
+        raw = _pack(_Table(self._sequence, all_void, marks))
         try:
             for name in NAMES:
                 self._replace(name, raw)
@@ -120,7 +121,6 @@ class EpochsFile:
                 f"{self._directory / NAMES[0]} cannot be written ({error.strerror}); "
                 "make the directory writable and free some space"
             ) from error
-        self._sequence += 1
 
     def _replace(self, name: str, raw: bytes) -> None:
         """One copy, old or new at every moment, on the medium before this returns."""

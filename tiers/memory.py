@@ -91,7 +91,8 @@ class MemoryTier:
     def reserve(
         self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
     ) -> list[int]:
-        size, room, places = slot_bytes(payload_bytes), self._pool(pool), []
+        size, room = slot_bytes(payload_bytes), self._pool(pool)
+        places: list[int] = []
         while len(places) < count and room.free_bytes >= size:
             place, data = room.take(size)
             self._slots[place] = _Slot(pool, data)
@@ -216,7 +217,7 @@ class MemoryTier:
         return self.write(target_place, self._slots[source_place].data[:length])
 
     def view(self, place: int, length: int) -> memoryview:
-        return memoryview(self._slots[place].data[:length]).toreadonly()
+        return self._slots[place].data[:length].data.toreadonly()
 
     def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
         self._pool(tenant_pool)

@@ -43,7 +43,7 @@ def copy_hashed(slot: np.ndarray, source: Source) -> bytes:
     for start in range(0, length, PIECE_BYTES):
         piece = slot[start : min(start + PIECE_BYTES, length)]
         np.copyto(piece, payload[start : start + len(piece)])
-        digest.update(piece)
+        digest.update(piece.data)
     slot[length:] = 0
     return digest.digest()
 
@@ -60,4 +60,4 @@ def copy_out(stored: np.ndarray, target: Target) -> None:
 
 def digest(stored: np.ndarray) -> bytes:
     """xxh3_128 of a payload."""
-    return xxhash.xxh3_128_digest(stored)
+    return xxhash.xxh3_128_digest(stored.data)

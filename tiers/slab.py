@@ -269,8 +269,8 @@ class Slab:
             return -1
         at, order = self._buddy.take(slots.order), slots.order
         if at < 0 and self._empty:
-            for chunk in sorted(self._empty):
-                self._dissolve(chunk)
+            for idle in sorted(self._empty):
+                self._dissolve(idle)
             at = self._buddy.take(order)
         if at < 0:
             at, order = self._take_smaller(slots)

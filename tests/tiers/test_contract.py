@@ -185,6 +185,20 @@ def test_generations_only_grow(subject, put):
     assert min(seen) > 0
 
 
+def test_generations_are_asked_for_in_bulk(subject, put):
+    """Many places at once give the generations each would, and 0 for no place or none there."""
+    tier, places = subject.tier, put(5)
+    tier.discard(places[1:2])
+    asked = np.array([*places, -1], np.int64)
+    expected = [*(tier.generation(place) for place in places), 0]
+    assert tier.generations(asked).tolist() == expected
+    assert tier.generations(asked).dtype == np.uint64
+    assert tier.generations(asked[:0]).tolist() == []
+    assert tier.next_generation() > max(expected)
+    newest = tier.generation(put(1)[0])
+    assert tier.next_generation() > newest > max(expected)
+
+
 def test_discard_leaves_the_bytes_to_readers(subject, put):
     """I5, I6: un-publishing changes no byte, and the slot is not reused before it is freed."""
     tier, place = subject.tier, put(1)[0]

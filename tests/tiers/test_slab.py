@@ -256,7 +256,7 @@ def test_a_million_slots():
     offsets = fill(slab, 4 * KIB)
     assert len(offsets) == 1 << 20
     empty(slab, offsets)
-    assert perf_seconds() - start < 20
+    assert perf_seconds() - start < 30
     slab.check_integrity()
 
 

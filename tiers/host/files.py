@@ -57,11 +57,6 @@ def generation_bytes(data_bytes: int) -> int:
     return data_bytes // SLOT_ALIGN * GENERATION_BYTES
 
 
-def random_uuid() -> bytes:
-    """16 random bytes from the kernel's own generator of UUIDs."""
-    return bytes.fromhex(Path("/proc/sys/kernel/random/uuid").read_text().strip().replace("-", ""))
-
-
 def boot_id() -> str:
     """Names this boot of the machine; memory of another boot is not ours."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -163,11 +158,11 @@ def open_existing(
         for kind in KINDS:
             where = data_directory_fd if kind == "data" else directory_fd
             fd = _open_file(where, f"pool-{number}.{kind}", os.O_RDWR)
-            if fd is None:
-                return _close_all(fds)
-            fds.append(fd)
-            if os.fstat(fd).st_size != getattr(sizes, kind):
-                return _close_all(fds)
+            if fd is not None:
+                fds.append(fd)
+            if fd is None or os.fstat(fd).st_size != getattr(sizes, kind):
+                _close_all(fds)
+                return None
         return _with_readers(directory_fd, data_directory_fd, number, fds)
     except BaseException:
         _close_all(fds)

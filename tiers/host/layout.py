@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvstore.tiers.slab import Chunk
+from kvstore.tiers.chunks import Chunk
 
 PAGE_BYTES = 4096
+POOL_ID_BYTES = 16
 MAGIC = b"KVPOOL\x00\x01"
 _SUPERBLOCK = struct.Struct("<8sIIQ16s36s32s")
 _CHECK = struct.Struct("<Q")
@@ -52,9 +53,9 @@ def header_base(granule_count: int) -> int:
     return MAP_AT + -(-granule_count * MAP_ENTRY.itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
-def pack_superblock(superblock: Superblock, pool_uuid: bytes) -> bytes:
+def pack_superblock(superblock: Superblock, pool_id: bytes) -> bytes:
     raw = _SUPERBLOCK.pack(
-        MAGIC, superblock.granule_shift, 0, superblock.size_bytes, pool_uuid,
+        MAGIC, superblock.granule_shift, 0, superblock.size_bytes, pool_id,
         superblock.boot_id.encode(), superblock.name_digest,
     )  # fmt: skip
     return raw + _CHECK.pack(xxhash.xxh3_64_intdigest(raw))
@@ -67,8 +68,8 @@ def parse_superblock(raw: bytes | memoryview) -> tuple[Superblock, bytes] | None
         return None
     if _CHECK.unpack_from(raw, _SUPERBLOCK.size)[0] != xxhash.xxh3_64_intdigest(body):
         return None
-    _, shift, _, size_bytes, pool_uuid, boot_id, digest = _SUPERBLOCK.unpack(body)
-    return Superblock(shift, size_bytes, boot_id.decode("ascii", "replace"), digest), pool_uuid
+    _, shift, _, size_bytes, pool_id, boot_id, digest = _SUPERBLOCK.unpack(body)
+    return Superblock(shift, size_bytes, boot_id.decode("ascii", "replace"), digest), pool_id
 
 
 def read_generation_reservation(raw: memoryview) -> int:

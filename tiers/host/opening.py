@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
 from kvstore.tiers.host import files, layout, pages
 from kvstore.tiers.host.files import FileSizes, PoolFiles
@@ -79,7 +80,7 @@ class OpenPools:
             # Ours are mapped writable by now; nobody gets another writable mapping.
             files.seal(made.data)
             files.seal(made.generations)
-            pool.format(_superblock(pool), files.random_uuid())
+            pool.format(_superblock(pool), random_token(layout.POOL_ID_BYTES))
 
     def _open_directories(self) -> None:
         assert self._path is not None, "checked before"
@@ -107,7 +108,7 @@ class OpenPools:
             name, sizes = numbered[number]
             made = files.create_shared(self._directory_fd, self._data_directory_fd, number, sizes)
             pool = self._map(number, name, made, sizes)
-            pool.format(_superblock(pool), files.random_uuid())
+            pool.format(_superblock(pool), random_token(layout.POOL_ID_BYTES))
 
     def _numbers(self, sized: list[tuple[str, FileSizes]]) -> dict[int, tuple[str, FileSizes]]:
         """Pools by number: the one their files have, else the lowest free; other files go."""

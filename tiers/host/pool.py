@@ -51,11 +51,11 @@ class HostPool:
         self._seed = 0
         self.slab = Slab(sizes.data, self._assign_chunk, self._release_chunk)
 
-    def format(self, superblock: Superblock, pool_uuid: bytes) -> None:
+    def format(self, superblock: Superblock, pool_id: bytes) -> None:
         """Makes zeroed files a pool; a crash before the last line leaves none."""
         self.fresh = True
-        self._seed = int.from_bytes(pool_uuid[:8], "little")
-        raw = layout.pack_superblock(superblock, pool_uuid)
+        self._seed = int.from_bytes(pool_id[:8], "little")
+        raw = layout.pack_superblock(superblock, pool_id)
         self._headers[8 : len(raw)] = raw[8:]
         self._headers[:8] = raw[:8]
 
@@ -156,7 +156,7 @@ class HostPool:
             resting += (chunk.offset + indexes * chunk.slot_bytes).tolist()
             published = np.flatnonzero(states == SlotState.PUBLISHED)
             kept.append((chunk.offset + published * chunk.slot_bytes) >> SLOT_SHIFT)
-        generations = np.frombuffer(self.generations, np.uint64)
+        generations = self.generation_map
         stale = np.setdiff1d(np.flatnonzero(generations), np.concatenate(kept))
         generations[stale] = 0
         return resting
@@ -177,7 +177,7 @@ class HostPool:
     def check_integrity(self) -> None:
         """Asserts that allocator, headers and generation map name the same blocks."""
         self.slab.check_integrity()
-        generations = np.frombuffer(self.generations, np.uint64)
+        generations = self.generation_map
         for chunk in self.slab.chunks():
             published = self.slab.states(chunk) == SlotState.PUBLISHED
             valid = self._state_words(chunk) == record.VALID_WORD

@@ -194,7 +194,7 @@ class HostTier:
         return self.write(target_place, self._stored(source_place, length))
 
     def view(self, place: int, length: int) -> memoryview:
-        return memoryview(self._stored(place, length)).toreadonly()
+        return self._stored(place, length).data.toreadonly()
 
     def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
         return [self._pool(tenant_pool).shared()]
