@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 
 from kvstore.core.keys import EMPTY_CHAIN, Chain
@@ -22,8 +22,7 @@ class BlockOutcome(IntEnum):
     STORED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ReuseHints:
+class ReuseHints(msgspec.Struct, frozen=True):
     """What the engine knows about a prefix coming back."""
 
     session: str = ""
@@ -37,8 +36,7 @@ class ReuseHints:
 NO_HINTS = ReuseHints()
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """A prompt as the store sees it: a root within a space, and the chain of its full blocks."""
 
     chain: Chain = EMPTY_CHAIN
@@ -48,8 +46,7 @@ class Query:
     reuse: ReuseHints = NO_HINTS
 
 
-@dataclass(frozen=True, slots=True)
-class PlanStep:
+class PlanStep(msgspec.Struct, frozen=True):
     """Tokens [first_token, first_token + token_count) come from `source`, a tier or recompute."""
 
     first_token: int
@@ -57,8 +54,7 @@ class PlanStep:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestorePlan:
+class RestorePlan(msgspec.Struct, frozen=True):
     """What to load and what to compute; predictions are None until costs are measured."""
 
     kind: str
@@ -67,8 +63,7 @@ class RestorePlan:
     predicted_p99_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(msgspec.Struct, frozen=True):
     """Where consecutive blocks lie: int64 places and uint64 generations, one a block."""
 
     first_block: int
@@ -76,8 +71,7 @@ class Slots:
     generations: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class LookupResult:
+class LookupResult(msgspec.Struct, frozen=True):
     """Answer to a lookup; `lease_id` 0 when nothing is leased."""
 
     matched_tokens: int
@@ -90,8 +84,7 @@ class LookupResult:
     slots: Slots | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReserveResult:
+class ReserveResult(msgspec.Struct, frozen=True):
     """Answer to the first half of a put: an outcome byte a block, from `first_block` on."""
 
     reservation_id: int
@@ -101,8 +94,7 @@ class ReserveResult:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRun:
+class CommitRun(msgspec.Struct, frozen=True):
     """Consecutive blocks and where their bytes are: `source` holds them `stride` bytes apart."""
 
     first_block: int
@@ -111,8 +103,7 @@ class CommitRun:
     stride: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommitResult:
+class CommitResult(msgspec.Struct, frozen=True):
     """Outcomes of one committed run."""
 
     first_block: int
@@ -120,18 +111,16 @@ class CommitResult:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PinResult:
+class PinResult(msgspec.Struct, frozen=True):
     pin_id: str
     block_count: int
     pinned_bytes: int
 
 
-@dataclass(slots=True)
-class VerifyResult:
+class VerifyResult(msgspec.Struct):
     """Blocks whose bytes were hashed again, and those that no longer matched."""
 
     verified_blocks: int = 0
     corrupt_blocks: int = 0
     verified_bytes: int = 0
-    findings: list[str] = field(default_factory=list)
+    findings: list[str] = []

@@ -15,8 +15,8 @@ class Space:
     """
 
     __slots__ = (
-        "block_bytes", "closing", "epoch", "id", "number", "pool", "shard_count", "slot_bytes", "spec",
-        "tenant",
+        "block_bytes", "closing", "epoch", "id", "number", "pool", "shard_count", "slot_bytes",
+        "spec", "tenant",
     )  # fmt: skip
 
     def __init__(self, number: int, spec: KVSpec, tenant: str, pool: str = "", epoch: int = 0):

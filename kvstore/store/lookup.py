@@ -16,7 +16,6 @@ from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining
 from kvstore.core.lease import Lease
 from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestorePlan, Slots
-from kvstore.core.spec import root_digest
 from kvstore.policies.index import Walk
 from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
@@ -44,10 +43,8 @@ class LookupFlow:
         same = self._repeated(attachment, query, local_tokens)
         if same is not None:
             return same
-        root = parts.index.find_root(
-            attachment.space,
-            root_digest(attachment.space.id, query.adapter, query.cache_salt),
-        )
+        digest = attachment.root_digest(query.adapter, query.cache_salt)
+        root = parts.index.find_root(attachment.space, digest)
         if root is None or attachment.space.closing:
             return self._answer(attachment, query, local_tokens, None)
         walk = parts.index.walk(root, query.chain)

@@ -9,7 +9,6 @@ from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining, InvalidRequest
 from kvstore.core.plan import BlockOutcome, Query, ReserveResult
 from kvstore.core.space import Space
-from kvstore.core.spec import root_digest
 from kvstore.policies.index import StageAnswer, Staged, Walk
 from kvstore.store.evict import Remover
 from kvstore.store.lookup import settle
@@ -52,7 +51,8 @@ class ReserveFlow:
         if reason or last == first_block:
             return self._rejected(first_block, last, reason)
         space, index = attachment.space, self._parts.index
-        root = index.root(space, root_digest(space.id, query.adapter, query.cache_salt))
+        digest = attachment.root_digest(query.adapter, query.cache_salt)
+        root = index.root(space, digest)
         walk = index.walk(root, query.chain if last == total else query.chain.cut(last))
         if walk.step(SLICE_BLOCKS):
             return self._stage(attachment, walk, first_block, last)

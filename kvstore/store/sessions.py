@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvstore.core.lease import Lease
 from kvstore.core.space import Space
+from kvstore.core.spec import root_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Session:
             release()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Attachment:
     """A spec and a shard that a session works with."""
 
@@ -119,6 +121,12 @@ class Attachment:
     plan_shapes: tuple[str, ...] = ("prefix",)
     overlap: str = "none"
 
-    @property
-    def engine_id(self) -> str:
-        return str(self.engine.key)
+    @cached_property
+    def _plain_root(self) -> bytes:
+        return root_digest(self.space.id, "", "")
+
+    def root_digest(self, adapter: str, cache_salt: str) -> bytes:
+        """Identity of a root of this space; the plain one, which most prompts have, is kept."""
+        if not adapter and not cache_salt:
+            return self._plain_root
+        return root_digest(self.space.id, adapter, cache_salt)
