@@ -17,7 +17,13 @@ from google.protobuf.message import Message
 
 from kvstore.client.address import TLSConfig
 from kvstore.client.pools import MappedPool
-from kvstore.client.transport import CallTimeout, Disconnected, LateHandler, NoticeHandler
+from kvstore.client.transport import (
+    CallTimeout,
+    Disconnected,
+    LateHandler,
+    NoticeHandler,
+    ignore_notice,
+)
 from kvstore.client.wire import error_of
 from kvstore.core.errors import InvalidRequest, KVStoreError
 from kvstore.core.lane import ADMIN_METHODS
@@ -49,7 +55,7 @@ class GrpcTransport:
     """One channel and the session on it."""
 
     def __init__(self, host: str, tls: TLSConfig, timeout: float) -> None:
-        self.on_notice: NoticeHandler = lambda notice: None
+        self.on_notice: NoticeHandler = ignore_notice
         self._host = host
         self._channel = grpc.secure_channel(host, _credentials(tls), _options(tls))
         try:

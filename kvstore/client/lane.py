@@ -18,7 +18,13 @@ from google.protobuf.message import Message
 from kvstore.client.frames import Frame, close_all
 from kvstore.client.lane_socket import LaneSocket, timed_out
 from kvstore.client.pools import READ_WRITE, MappedPool, map_descriptor
-from kvstore.client.transport import CallTimeout, Disconnected, LateHandler, NoticeHandler
+from kvstore.client.transport import (
+    CallTimeout,
+    Disconnected,
+    LateHandler,
+    NoticeHandler,
+    ignore_notice,
+)
 from kvstore.client.wire import error_of
 from kvstore.core.clock import Clock, SystemClock
 from kvstore.core.errors import InvalidRequest, KVStoreError, NotImplementedYet
@@ -73,7 +79,7 @@ class LaneTransport:
     def __init__(self, path: str, timeout: float, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
         self.call_ids = itertools.count(1)
-        self.on_notice: NoticeHandler = lambda notice: None
+        self.on_notice: NoticeHandler = ignore_notice
         self.message_bytes = MESSAGE_BYTES
         self._calls: dict[int, LaneCall] = {}
         self._followers: dict[int, threading.Event] = {}

@@ -123,6 +123,8 @@ class Link:
         session = self.session()
         attachment = session.attachments.get(space)
         if attachment is None:
+            if session.ended:
+                raise StoreUnavailable(session.ended)
             raise session.refusals.get(space) or StoreUnavailable(
                 f"{space!r} is not attached; call client.attach() again"
             )

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from kvstore.client.leases import Lease, LeaseTable
 from kvstore.client.pools import MappedPool
 from kvstore.client.staging import Staging
-from kvstore.client.transport import CallTimeout, Disconnected, Pending, Transport
+from kvstore.client.transport import CallTimeout, Disconnected, Pending, Transport, ignore_notice
 from kvstore.client.wire import spec_message
 from kvstore.core.block import SLOT_SHIFT
 from kvstore.core.clock import Clock
@@ -257,6 +257,10 @@ class Session:
         self.ended = self.ended or reason
         self.leases.lose_all(reason)
         self.transport.close()
+        # Without these circles the mapped memory goes with its last user, not with a collection.
+        self.transport.on_notice = ignore_notice
+        self.attachments.clear()
+        self.refusals.clear()
 
 
 def take_all(items: deque[T]) -> list[T]:

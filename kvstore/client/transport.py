@@ -19,6 +19,10 @@ NoticeHandler = Callable[[pb.Notice], None]
 LateHandler = Callable[[Any], None]
 
 
+def ignore_notice(notice: pb.Notice) -> None:
+    """What `on_notice` is before and after a session."""
+
+
 class CallTimeout(StoreUnavailable):
     """No answer in time: the daemon may be frozen, slow or gone; the connection is still there."""
 
@@ -117,7 +121,7 @@ class DirectTransport:
         pools: Callable[[pb.AttachResponse], Sequence[MappedPool]] | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
-        self.on_notice: NoticeHandler = lambda notice: None
+        self.on_notice: NoticeHandler = ignore_notice
         self._call = call
         self._staging = staging
         self._pools = pools
