@@ -25,6 +25,7 @@ VERBS = {
     "replay": ("kvstore.cli.replay:command", "Replay a prefix trace with real, verified bytes."),
     "trace": ("kvstore.cli.trace:command", "Inspect prefix traces."),
     "estimate": ("kvstore.cli.estimate:command", "KV bytes and roofline of a model."),
+    "policy": ("kvstore.cli.policy:command", "Show or set which blocks leave first."),
     "quota": ("kvstore.cli.quota:command", "Show or set what a tenant may and is sure to hold."),
     "pin": ("kvstore.cli.pin:command", "Keep a prefix for a time."),
     "unpin": ("kvstore.cli.pin:unpin_command", "Let a pinned prefix go."),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -48,25 +48,45 @@ def target(socket: str | None) -> str:
 
 def load_config(path: Path | None, **sections: Any) -> Config:
     """The configuration as the daemon would see it; `sections` are laid over it."""
-    return load(path, os.environ, overrides=sections)
+    from kvstore.policies import residency  # noqa: F401  (registers the policies)
+    from kvstore.policies.base import policy_names
+
+    config = load(path, os.environ, overrides=sections)
+    if config.policy.eviction not in policy_names():
+        raise ConfigError(
+            f"policy.eviction is {config.policy.eviction!r}; pass one of "
+            f"{', '.join(policy_names())}"
+        )
+    return config
 
 
 def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
-    """A table for people; numbers to the right, nothing cut off when piped."""
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    title: str = "",
+    right: Collection[str] = (),
+    header: bool = True,
+) -> None:
+    """A table for people; numbers and the columns in `right` to the right, nothing cut off when
+    piped.
+    """
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=title or None, title_justify="left", box=None, pad_edge=False, show_header=header
+    )
     for i, column in enumerate(columns):
         numeric = bool(rows) and all(isinstance(row[i], int | float) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if numeric or column in right else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(cell_text(cell) for cell in row))
     console.print(table)

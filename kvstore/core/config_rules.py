@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ def _check_server(config: Config) -> None:
         )
     if server.metrics:
         parse_address("server.metrics", server.metrics)
+    parse_group("server.socket_group", server.socket_group)
     tcp = server.tcp
     if not tcp.listen:
         return
@@ -59,6 +61,18 @@ def parse_address(key: str, text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(f"{key} is {text!r}; pass host:port, such as '127.0.0.1:9750'")
     return host.strip("[]"), int(port)
+
+
+def parse_group(key: str, group: str) -> int | None:
+    """The number of a group given by name or number; None without one."""
+    if not group or group.isdecimal():
+        return int(group) if group else None
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"{key} is {group!r}, which is no group here; create it or correct the name"
+        ) from None
 
 
 def _check_access(config: Config) -> None:
@@ -143,7 +157,7 @@ def _check_limits(config: Config) -> None:
 def _check_memory(config: Config, machine: Machine) -> None:
     """Pools, then the index, against what the machine has; pages of a pool to re-adopt count."""
     host = config.tiers.host
-    if not Path(host.directory).parent.is_dir():
+    if host.pool == "shm" and not Path(host.directory).parent.is_dir():
         raise ConfigError(
             f"tiers.host.directory is {host.directory}, but {Path(host.directory).parent} does "
             "not exist; make it or pass another directory"

@@ -17,6 +17,7 @@ from kvstore.core.config import (
     load,
     settings,
 )
+from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.errors import ConfigError
 from kvstore.core.machine import FixedMachine
 
@@ -111,6 +112,7 @@ OUT_OF_RANGE = [
     ({"limits": {"staging_bytes": "1MiB"}}, "limits.staging_bytes"),
     ({"server": {"metrics": "9750"}}, "server.metrics"),
     ({"server": {"metrics": "localhost:99999"}}, "server.metrics"),
+    ({"server": {"socket_group": "no-such-group"}}, "server.socket_group"),
     ({"server": {"socket": "/" + "x" * 110}}, "server.socket"),
     ({"tiers": {"host": {"directory": "/no/such/dir"}}}, "tiers.host.directory"),
 ]
@@ -164,6 +166,16 @@ def test_tcp_needs_mutual_tls(tmp_path: Path) -> None:
     for path in files.values():
         Path(path).touch()
     assert make(server={"tcp": tcp}).server.tcp.listen == "0.0.0.0:9751"
+
+
+def test_addresses_and_groups_are_read() -> None:
+    """IPv6 hosts stand in brackets; a group is a name or a number."""
+    assert parse_address("key", "[::1]:9750") == ("::1", 9750)
+    assert parse_group("key", "") is None
+    assert parse_group("key", "4711") == 4711
+    assert parse_group("key", "root") == 0
+    environ = {"KVSTORE_SERVER__METRICS": "[::1]:9750"}
+    assert load(None, environ, MACHINE).server.metrics == "[::1]:9750"
 
 
 def test_environment_overrides_the_file(tmp_path: Path) -> None:
