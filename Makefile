@@ -11,7 +11,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long lint format typecheck proto bench clean
+.PHONY: help install demo test test-long lint format typecheck proto docs bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ typecheck: install ## mypy on an installed copy, where the mapped folders are on
 
 proto: install ## Generate the gRPC code anew
 	$(BIN)/python proto/generate.py
+
+docs: install ## Write the command line's reference anew
+	$(BIN)/python docs/generate_cli.py
 
 bench: install ## Measure this machine
 	$(BIN)/kvstore bench

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,12 @@ def test_command_line_page_lists_every_verb() -> None:
     headings = re.findall(r"^##+ .*$", text, re.MULTILINE)
     named = {word for line in headings for word in re.findall(r"`kvstore ([a-z]+)", line)}
     assert named == set(VERBS)
+
+
+def test_command_line_page_is_the_help() -> None:
+    """docs/cli.md quotes every verb's help as it is; `make docs` writes it anew."""
+    script = [sys.executable, "-P", str(DOCS / "generate_cli.py"), "--check"]
+    assert subprocess.run(script, check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted(DOCS.rglob("*.md")))

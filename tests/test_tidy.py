@@ -44,7 +44,14 @@ IMPORT_MAP: dict[str, set[str]] = {
     "logs": {"core"},
     "httpd": {"core"},
     "testing": {
-        *BELOW_STORE, "store", "recovery", "server", "client", "proto", "events", "testing",
+        *BELOW_STORE,
+        "store",
+        "recovery",
+        "server",
+        "client",
+        "proto",
+        "events",
+        "testing",
     },
     "engines": {"core", "client", "engines"},
     "replay": {"core", "client", "policies", "replay"},
@@ -115,7 +122,8 @@ def sources() -> tuple[Source, ...]:
 
 @cache
 def suite() -> tuple[Source, ...]:
-    paths = [*sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").rglob("*.py"))]
+    folders = ("tests", "bench", "docs", "deploy")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return tuple(_read(path, f"tests.{path.stem}") for path in paths)
 
 
