@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import grp
 import os
 import socket
 import stat
@@ -19,40 +17,6 @@ SO_PEERGROUPS = 59
 GROUPS_MAX = 1024
 _UCRED = struct.Struct("=iII")
 _OWNER_ONLY = 0o177
-
-
-def group_id(name: str) -> int | None:
-    """Number of the group `name`; None for the empty name."""
-    if not name:
-        return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(
-            f"server.socket_group is {name!r}, which is no group here; correct the name"
-        ) from None
-
-
-def prepare_directory(path: Path, group: int | None) -> None:
-    """Makes the socket's directory, private or for `group`; one that exists stays as it is."""
-    try:
-        path.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        mode = path.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise ConfigError(
-                f"everybody may write to {path}, so anybody could replace the socket in it; "
-                "chmod it or move server.socket"
-            ) from None
-        return
-    except OSError as error:
-        raise ConfigError(
-            f"the directory {path} of server.socket cannot be made ({error.strerror}); "
-            "make it or move server.socket"
-        ) from error
-    if group is not None:
-        os.chown(path, -1, group)
-        path.chmod(0o750)
 
 
 @contextmanager
@@ -106,30 +70,6 @@ def remove_stale(path: Path) -> None:
         except OSError:
             pass
     raise AlreadyRunning(f"another process serves {path}; stop it or move server.socket")
-
-
-class SocketLock:
-    """Holds `<socket>.lock` for the life of the daemon, so that there is one per socket."""
-
-    def __init__(self, socket_path: Path) -> None:
-        self._path = Path(f"{socket_path}.lock")
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self._path, flags, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(self._descriptor, 32).decode("ascii", "replace").strip()
-            os.close(self._descriptor)
-            raise AlreadyRunning(
-                f"a daemon with process id {holder or 'unknown'} serves {socket_path}; "
-                "stop it or move server.socket"
-            ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-
-    def release(self) -> None:
-        """Lets another daemon in. The file stays: unlinking it would race with the next holder."""
-        os.close(self._descriptor)
 
 
 def peer(connection: socket.socket) -> tuple[Identity, tuple[int, ...]]:

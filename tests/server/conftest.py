@@ -32,6 +32,7 @@ from kvstore.core.lane import (
     pack_frame,
 )
 from kvstore.core.sizes import Size
+from kvstore.events import EventLog
 from kvstore.mover import LINKS, ThreadMover
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.access import Access
@@ -150,14 +151,16 @@ class Daemon:
         post = self._loop.call_soon_threadsafe
         self._mover = ThreadMover(post, dict.fromkeys(LINKS, 1), 64 * MIB)
         self._tier = HostTier([PoolConfig("", 32 * MIB)], kind="sealed")
+        clock = SystemClock()
         return assemble(
             self.config,
-            SystemClock(),
-            self._tier,
-            MemoryRecord(),
-            self._mover,
-            self._loop.call_soon,
-            "boot-under-test",
+            clock,
+            host=self._tier,
+            record=MemoryRecord(),
+            mover=self._mover,
+            events=EventLog(clock.wall, self.config.limits.events_kept),
+            defer=self._loop.call_soon,
+            boot_id="boot-under-test",
         )
 
     def on_owner(self, function: Callable[[], Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -32,9 +31,8 @@ def test_a_client_cannot_resize_or_unseal_it() -> None:
     for size in (0, 4096, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, size)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(PermissionError):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    assert caught.value.errno == errno.EPERM
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     os.close(descriptor)
     staging.close()
