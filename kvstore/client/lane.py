@@ -7,6 +7,7 @@ waits. A lone caller so never pays for a switch of threads.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -82,6 +83,7 @@ class LaneTransport:
         self.on_notice: NoticeHandler = ignore_notice
         self.message_bytes = MESSAGE_BYTES
         self._calls: dict[int, LaneCall] = {}
+        self._outbox: deque[bytes] = deque()
         self._followers: dict[int, threading.Event] = {}
         self._reading = threading.Lock()
         self._state = threading.Lock()  # of calls: an answer and giving up exclude each other
@@ -126,7 +128,7 @@ class LaneTransport:
         frame = pack_frame(FrameKind.REQUEST, METHOD_NUMBERS[method], 0, call.id, payload)
         self._calls[call.id] = call
         try:
-            self._socket.send(frame, call.deadline, method)
+            self._send(frame, call.deadline, method)
         except BaseException as error:
             self._calls.pop(call.id, None)
             if isinstance(error, Disconnected):
@@ -135,10 +137,25 @@ class LaneTransport:
         return call
 
     def send(self, method: str, request: Message) -> None:
+        # With the next call it costs neither a system call nor a wake-up of the daemon.
         payload = self._encode(method, request)
         number = METHOD_NUMBERS[method]
-        frame = pack_frame(FrameKind.REQUEST, number, FLAG_NO_REPLY, 0, payload)
-        self._socket.send(frame, 0.0, method)
+        self._outbox.append(pack_frame(FrameKind.REQUEST, number, FLAG_NO_REPLY, 0, payload))
+
+    def _send(self, frame: bytes, deadline: float, method: str) -> None:
+        """Sends `frame` after what waits in the outbox."""
+        waiting = b""
+        while self._outbox:
+            try:
+                waiting += self._outbox.popleft()
+            except IndexError:  # another thread took the last one
+                break
+        try:
+            self._socket.send(waiting + frame, deadline, method)
+        except CallTimeout:  # nothing was sent
+            if waiting:
+                self._outbox.appendleft(waiting)
+            raise
 
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
         call = self.start(method, request, timeout)
@@ -165,6 +182,9 @@ class LaneTransport:
         raise NotImplementedYet(f"{method} does not run over the local lane; use shared memory")
 
     def poll(self) -> None:
+        if self._outbox:
+            with contextlib.suppress(CallTimeout):
+                self._send(b"", 0.0, "Release")
         if not self._reading.acquire(blocking=False):
             return
         try:

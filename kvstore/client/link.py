@@ -27,7 +27,7 @@ from kvstore.core.errors import Draining, KVStoreError, StoreUnavailable
 if TYPE_CHECKING:
     from kvstore.client.space import Space
 
-TICK_SECONDS = 0.1
+TICK_SECONDS = 0.05  # the longest that a release waits for company
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.05, 1.0
 
 

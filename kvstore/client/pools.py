@@ -21,7 +21,7 @@ class MappedPool:
 
     pool_id: int
     data: np.ndarray
-    generations: np.ndarray
+    generations: memoryview
     view: memoryview = field(repr=False)
 
     @classmethod
@@ -31,7 +31,7 @@ class MappedPool:
         return cls(
             pool_id,
             np.frombuffer(view, np.uint8),
-            np.frombuffer(generations.toreadonly().cast("B"), "<u8"),
+            generations.toreadonly().cast("B").cast("Q"),
             view,
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from google.protobuf.message import Message
@@ -22,6 +23,7 @@ from kvstore.core.errors import (
     Draining,
     FailedPrecondition,
     KVStoreError,
+    NotFound,
     SpecMismatch,
     StoreUnavailable,
     Unauthenticated,
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 RENEW_PART = 1 / 3
 HEARTBEAT_PART = 1 / 3
-T = TypeVar("T")
 Trouble = Callable[["Session", KVStoreError], None]
 
 
@@ -74,8 +75,6 @@ class Session:
         self.refusals: WeakKeyDictionary[Space, KVStoreError] = WeakKeyDictionary()
         self._trouble = trouble
         self._dropped: deque[Lease] = deque()
-        self._unreleased: deque[int] = deque()
-        self._unaborted: deque[int] = deque()
         transport.on_notice = self._notice
         request = pb.OpenSessionRequest(client_name=client_name, protocol_minor=PROTOCOL_MINOR)
         self.last_heard = clock.now()
@@ -169,14 +168,8 @@ class Session:
     # ---- Ends of leases and reservations ----
 
     def release(self, lease_id: int) -> None:
-        """Ends a lease without waiting; put off while the daemon does not take it."""
-        if self._unreleased or self.ended:
-            self._unreleased.append(lease_id)
-            return
-        try:
-            self.transport.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
-        except StoreUnavailable:
-            self._unreleased.append(lease_id)
+        """Ends a lease, without waiting."""
+        self.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
 
     def drop_soon(self, lease: Lease) -> None:
         """As a release, on the background thread: takes no lock, so destructors may call it."""
@@ -185,45 +178,35 @@ class Session:
     def late_lookup(self, answer: Any) -> None:
         """A Lookup that was given up answers: nobody knows its lease."""
         if isinstance(answer, pb.LookupResponse) and answer.lease_id:
-            self._unreleased.append(answer.lease_id)
+            self.release(answer.lease_id)
 
     def late_reserve(self, answer: Any) -> None:
         """A Reserve that was given up answers: nobody fills what it reserved."""
         if isinstance(answer, pb.ReserveResponse) and answer.reservation_id:
-            self._unaborted.append(answer.reservation_id)
+            self.abort(answer.reservation_id)
 
     def abort(self, reservation_id: int) -> None:
-        """Gives a reservation up without waiting."""
-        self._unaborted.append(reservation_id)
-        self.flush()
+        """Gives a reservation up, without waiting."""
+        self.send("Abort", pb.AbortRequest(reservation_id=reservation_id))
+
+    def send(self, method: str, request: Message) -> None:
+        # A daemon that is gone has ended the session, and with it what was to be ended.
+        with contextlib.suppress(StoreUnavailable, NotFound):
+            self.transport.send(method, request)
 
     def flush(self) -> None:
-        """Sends what was put off."""
-        for lease in take_all(self._dropped):
+        """Releases what destructors left."""
+        while self._dropped:
+            lease = self._dropped.popleft()
             if self.leases.drop(lease):
-                self._unreleased.append(lease.id)
-        try:
-            if lease_ids := take_all(self._unreleased):
-                self._resend("Release", pb.ReleaseRequest(lease_ids=lease_ids), self._unreleased)
-            for number in take_all(self._unaborted):
-                self._resend("Abort", pb.AbortRequest(reservation_id=number), self._unaborted)
-        except CallTimeout:
-            pass
-
-    def _resend(self, method: str, request: Any, put_off: deque[int]) -> None:
-        try:
-            self.transport.send(method, request)
-        except CallTimeout:
-            put_off.extend(request.lease_ids if method == "Release" else [request.reservation_id])
-        except StoreUnavailable:
-            pass  # the session's end ends them
+                self.release(lease.id)
 
     # ---- Upkeep, on the background thread ----
 
     def upkeep(self, now: float, timeout: float) -> None:
         """Reads notices, sends what was put off, renews leases and says that it lives."""
-        self.poll()
         self.flush()
+        self.poll()
         if due := self.leases.due(now, RENEW_PART):
             self.renew(due, timeout)
         elif now >= self._spoke + self.info.session_ttl_seconds * HEARTBEAT_PART:
@@ -261,13 +244,6 @@ class Session:
         self.transport.on_notice = ignore_notice
         self.attachments.clear()
         self.refusals.clear()
-
-
-def take_all(items: deque[T]) -> list[T]:
-    taken: list[T] = []
-    while items:
-        taken.append(items.popleft())
-    return taken
 
 
 def client_name() -> str:

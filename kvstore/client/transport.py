@@ -73,7 +73,10 @@ class Transport(Protocol):
         ...
 
     def send(self, method: str, request: Message) -> None:
-        """Sends a message that has no answer. Never waits: CallTimeout if it would have to."""
+        """Sends a message that has no answer, before the next call and at the next `poll`.
+
+        Never waits and takes no lock that another call holds for long.
+        """
         ...
 
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
@@ -85,7 +88,10 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> None:
-        """Takes in what has arrived, without waiting; raises Disconnected."""
+        """Sends what `send` put off and takes in what has arrived, without waiting.
+
+        Raises Disconnected.
+        """
         ...
 
     def close(self) -> None: ...
@@ -152,7 +158,12 @@ class DirectTransport:
             return Done(error)
 
     def send(self, method: str, request: Message) -> None:
-        self._call(method, request)
+        try:
+            self._call(method, request)
+        except StoreUnavailable:
+            raise
+        except KVStoreError:
+            pass  # nobody asked for the answer
 
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
         return iter(self._call(method, request))

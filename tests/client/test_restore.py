@@ -76,7 +76,7 @@ def test_views_cannot_be_written(space):
         with pytest.raises((TypeError, ValueError)):
             np.frombuffer(view, np.uint8)[0] = 1
         with pytest.raises(ValueError, match="WRITEABLE"):
-            match.located.runs[0][0].data.setflags(write=True)
+            match.located.runs[0].pool.data.setflags(write=True)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -133,3 +133,89 @@ def test_a_split_plan_loads_its_two_parts(space, daemon):
         out = bytearray(SIZE * 6)
         space.restore_into(match, out)
         assert out == BLOCKS[[0, 1, 6, 7, 8, 9]].tobytes()
+
+
+@given(
+    known=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=3),
+    split=st.booleans(),
+)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_what_is_in_no_pool_yet_is_asked_for(space, daemon, known, split):
+    """Blocks that the lookup gave no slots for come by Restore, and only those are asked for."""
+    ranges = (range(0, 3), range(5, COUNT)) if split else (range(0, COUNT),)
+    located = Located(space._link.attachment(space), ranges)
+    have = set()
+    for first, count in known:
+        blocks = set(range(first, min(first + count, COUNT))) - have
+        for block in blocks:
+            located.add(block, one_slot(block))
+        have |= blocks
+    wanted = [block for blocks in ranges for block in blocks if block not in have]
+    assert [block for blocks in located.missing() for block in blocks] == wanted
+    for blocks in located.missing():
+        for block in blocks:
+            located.add(block, one_slot(block))
+    assert located.missing() == []
+    pages = [run.page for run in sorted(located.runs)]
+    assert pages == [block for blocks in ranges for block in blocks]
+
+
+def one_slot(block):
+    slots = pb.SlotRuns()
+    slots.places, slots.generations, slots.counts = encode_slots(
+        np.array([block]), np.array([1], np.uint64), 1
+    )
+    return slots
+
+
+def test_restore_waits_for_blocks_of_other_tiers(space, daemon):
+    """A match whose blocks are not in memory yet is complete after the Restore stream."""
+    space.put(TOKENS, BLOCKS)
+
+    def slowly(method, request):
+        if method == "Lookup":
+            response = daemon.on_lookup(None, request, [])
+            response.ClearField("slots")
+            return response
+        if method == "Restore":
+            peer = next(iter(daemon.peers.values()))
+            call_id = max(space._link.session().transport._calls)
+            item = pb.RestoreResponse(first_block=0, block_count=COUNT)
+            item.slots.places, item.slots.generations, item.slots.counts = packed
+            raw = item.SerializeToString()
+            peer.socket.send(pack_frame(FrameKind.STREAM, 3, 0, call_id, raw))
+            return pb.RestoreResponse()
+        return None
+
+    places = np.arange(COUNT, dtype=np.int64)
+    packed = encode_slots(places, daemon.generations[:COUNT], 1)
+    daemon.before = slowly
+    with space.lookup(TOKENS) as match:
+        out = bytearray(SIZE * COUNT)
+        space.restore_into(match, out)
+        assert out == BLOCKS.tobytes()
+
+
+def test_blocks_that_cannot_be_had_are_named(space, daemon):
+    """A block that its tier lost is NotFound with the reason, never other bytes."""
+    space.put(TOKENS, BLOCKS)
+
+    def fail(method, request):
+        if method == "Lookup":
+            response = daemon.on_lookup(None, request, [])
+            response.ClearField("slots")
+            return response
+        if method == "Restore":
+            peer = next(iter(daemon.peers.values()))
+            call_id = max(space._link.session().transport._calls)
+            item = pb.RestoreResponse(first_block=2, block_count=3, failed_reason="corrupt on disk")
+            raw = item.SerializeToString()
+            peer.socket.send(pack_frame(FrameKind.STREAM, 3, 0, call_id, raw))
+            return pb.RestoreResponse()
+        return None
+
+    daemon.before = fail
+    with space.lookup(TOKENS) as match, pytest.raises(NotFound, match="blocks 2 to 4 .*corrupt"):
+        space.restore(match)
