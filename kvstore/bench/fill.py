@@ -17,10 +17,15 @@ ROOM = 1.06
 
 
 class Filler:
-    """Puts prompts of a thousand blocks that branch off earlier ones, as conversations do."""
+    """Puts prompts that branch off earlier ones, as conversations do.
 
-    def __init__(self, subject: Subject, seed: int = 1) -> None:
+    By default a prompt has a thousand blocks, and half of the prompts share their beginning with
+    an earlier one. With fewer `new_blocks` every prompt adds just so many to an earlier one.
+    """
+
+    def __init__(self, subject: Subject, seed: int = 1, new_blocks: int = PROMPT_BLOCKS) -> None:
         self._subject, self._rng = subject, random.Random(seed)
+        self._new_blocks = new_blocks
         self._rows = np.empty((PROMPT_BLOCKS, subject.block_bytes), dtype=np.uint8)
         self._prompts: list[np.ndarray] = []
         self.block_count = 0
@@ -28,19 +33,27 @@ class Filler:
     def fill(self, block_count: int) -> None:
         """Puts until `block_count` blocks are stored."""
         while self.block_count < block_count:
-            blocks = min(PROMPT_BLOCKS, block_count - self.block_count)
-            tokens, shared = self._subject.prompt(blocks), 0
-            if self._prompts and self._rng.random() < 0.5:
-                parent = self._rng.choice(self._prompts)
-                shared = self._rng.randrange(1, len(parent) // self._subject.block_size)
-                shared = min(shared, blocks - 1)
-                tokens[: shared * self._subject.block_size] = parent[
-                    : shared * self._subject.block_size
-                ]
-            rows = self._subject.payloads(tokens, self._rows, shared)
-            self._subject.put(tokens, rows, first_block=shared)
-            self.block_count += blocks - shared
-            self._prompts.append(tokens)
+            left = block_count - self.block_count
+            prefix = self._prefix()
+            room = PROMPT_BLOCKS - len(prefix) // self._subject.block_size
+            fresh = self._subject.prompt(min(room, self._new_blocks, left))
+            self._put(prefix, fresh)
+
+    def _prefix(self) -> np.ndarray:
+        """The beginning of an earlier prompt, cut at random, or nothing."""
+        if not self._prompts or (self._new_blocks == PROMPT_BLOCKS and self._rng.random() < 0.5):
+            return self._subject.prompt(0)
+        parent = self._rng.choice(self._prompts)
+        blocks = min(len(parent) // self._subject.block_size, PROMPT_BLOCKS - 1)
+        return parent[: self._rng.randint(1, blocks) * self._subject.block_size]
+
+    def _put(self, prefix: np.ndarray, fresh: np.ndarray) -> None:
+        tokens = np.concatenate([prefix, fresh])
+        shared = len(prefix) // self._subject.block_size
+        rows = self._subject.payloads(tokens, self._rows, shared)
+        self._subject.put(tokens, rows, first_block=shared)
+        self.block_count += len(rows)
+        self._prompts.append(tokens)
 
     def sample(self, count: int, block_count: int) -> list[np.ndarray]:
         """Beginnings, `block_count` long, of prompts drawn at random."""

@@ -57,11 +57,14 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def _subject(blocks: int) -> Iterator[tuple[Subject, OwnDaemon]]:
+    size = pool_bytes(blocks)
     sections = {
         "server": {"metrics": free_address()},
         "index": {"max_blocks": blocks + EXTRA_BLOCKS},
+        # One lookup of the long prompt leases most of the pool.
+        "limits": {"leased_bytes_per_session": size, "leased_bytes_per_tenant": size},
     }
-    with OwnDaemon(pool_bytes(blocks), sections) as daemon:
+    with OwnDaemon(size, sections) as daemon:
         subject = Subject(daemon.target, PAYLOAD_BYTES)
         try:
             yield subject, daemon
@@ -94,6 +97,7 @@ def _looker(subject: Subject, prompts: Sequence[np.ndarray]) -> Action:
         seconds = perf_seconds() - start
         assert match.matched_tokens == len(tokens), "a prompt of the benchmark is not stored"
         match.release()
+        subject.settle()
         return seconds
 
     return look_up

@@ -42,6 +42,7 @@ class Subject:
         self._space_id = space_id(spec, "default")
         self._maker = PayloadMaker(self._space_id, 0, block_bytes)
         self._rng = random.Random(seed)
+        self._unknown = np.full(block_size, 2**32 - 1, dtype=np.uint32)
 
     def prompt(self, block_count: int) -> np.ndarray:
         """Tokens of a prompt that nobody has put."""
@@ -88,6 +89,10 @@ class Subject:
             wrong = self.wrong_bytes(tokens, self.space.restore(match))
             match.check()
             return wrong
+
+    def settle(self) -> None:
+        """Waits until the daemon has done what it was told without an answer, such as releases."""
+        self.space.lookup(self._unknown)
 
     def close(self) -> None:
         self.client.close()
