@@ -1,0 +1,81 @@
+"""`kvstore status`: the daemon's state, its tiers, and what is open at this moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstore.cli.admin import connected, socket_path
+from kvstore.cli.output import json_option, print_json, print_table, socket_option, target
+from kvstore.core.sizes import format_bytes
+
+TIER_COLUMNS = ("tier", "used", "resting", "free", "of", "blocks", "state")
+
+
+@click.command()
+@socket_option
+@json_option
+def command(socket: str | None, as_json: bool) -> None:
+    """Show the daemon's state, tiers, sessions, leases and policy.
+
+    Exit 0 whatever the state is, 3 if no daemon answers.
+    """
+    status = read(socket)
+    if as_json:
+        print_json(status)
+    else:
+        _show(status, socket_path(target(socket)))
+
+
+def read(socket: str | None) -> dict[str, Any]:
+    """Everything the daemon tells of itself, but for its spaces, which have a verb of their own."""
+    from kvstore.replay.status import plain
+
+    with connected(socket) as client:
+        status = plain(client.status(with_tenants=True))
+    del status["spaces"]
+    return status
+
+
+def _show(status: dict[str, Any], path: str) -> None:
+    from kvstore.cli.top import duration
+
+    click.echo(
+        f"kvstore {status['version']} is {status['state']} at {path} "
+        f"(pid {status['pid']}, up {duration(status['uptime_seconds'])})"
+    )
+    if status["reason"]:
+        click.echo(status["reason"])
+    click.echo()
+    tiers = [_tier_row(name, tier) for name, tier in status["tiers"].items()]
+    print_table(TIER_COLUMNS, tiers, right=TIER_COLUMNS[1:-1])
+    click.echo()
+    print_table(("", ""), _rows(status), header=False)
+
+
+def _tier_row(name: str, tier: dict[str, Any]) -> list[Any]:
+    sizes = [
+        format_bytes(tier[f"{kind}_bytes"]) for kind in ("used", "resting", "free", "capacity")
+    ]
+    return [name, *sizes, tier["block_count"], _tier_state(tier)]
+
+
+def _tier_state(tier: dict[str, Any]) -> str:
+    present = tier["prefaulted_bytes"] / max(tier["capacity_bytes"], 1)
+    state = str(tier["state"])
+    return state if present >= 1 else f"{state}, {present:.0%} prefaulted"
+
+
+def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    held = format_bytes(status["leased_bytes"])
+    adopted = status["readopted_blocks"]
+    return [
+        ("policy", status["policy"]),
+        ("sessions", f"{status['session_count']:,}, this command's included"),
+        ("leases", f"{status['lease_count']:,} on {held}"),
+        ("puts under way", f"{status['reservation_count']:,}"),
+        ("pins", f"{status['pin_count']:,}"),
+        ("spaces", f"{status['space_count']:,}"),
+        ("blocks", f"{status['block_count']:,}, {adopted:,} taken over at the start"),
+    ]
