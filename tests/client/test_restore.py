@@ -9,7 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.client import KVClient, KVSpec, PutResult
+from kvstore.client import KVClient, KVSpec, NotFound, PutResult
+from kvstore.client.located import Located
+from kvstore.core.lane import FrameKind, pack_frame
+from kvstore.core.slots import encode_slots
+from kvstore.proto.v1 import kvstore_pb2 as pb
 
 SIZE, COUNT = 4096, 10
 TOKENS = list(range(4 * COUNT))
@@ -217,5 +221,5 @@ def test_blocks_that_cannot_be_had_are_named(space, daemon):
         return None
 
     daemon.before = fail
-    with space.lookup(TOKENS) as match, pytest.raises(NotFound, match="blocks 2 to 4 .*corrupt"):
+    with space.lookup(TOKENS) as match, pytest.raises(NotFound, match=r"blocks 2 to 4 .*corrupt"):
         space.restore(match)
