@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import grp
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from kvstore.core.clock import SystemClock
 from kvstore.core.config import Config
+from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
 from kvstore.events import EventLog
@@ -100,8 +100,8 @@ class Daemon:
         address = self.config.server.metrics
         if not address:
             return None
-        host, _, port = address.rpartition(":")
-        return WatchServer((host, int(port)), self.metrics.render, self._live, self._ready)
+        where = parse_address("server.metrics", address)
+        return WatchServer(where, self.metrics.render, self._live, self._ready)
 
     def _live(self) -> str | None:
         late = self.clock.now() - self._last_tick
@@ -124,10 +124,10 @@ class Daemon:
             kind=host_config.pool,
             directory=directory if shm else None,
             hugepages=host_config.hugepages,
+            hugetlb_directory=host_config.hugetlb_directory or None,
             prefault=host_config.prefault,
             lock_memory=host_config.mlock,
             first_generation=max(1, epochs.generation_floor if epochs else 1),
-            **_hugetlb(host_config),
         )
         for note in [*self._host.notes, *(epochs.notes if epochs else [])]:
             _log.warning("%s", note)
@@ -170,7 +170,7 @@ class Daemon:
             self.store, Access(config.access, os.geteuid()), limits, staging, SESSION_TTL_SECONDS
         )
         budget = MessageBudget(int(limits.inflight_message_bytes))
-        group = _group_id(config.server.socket_group)
+        group = parse_group("server.socket_group", config.server.socket_group)
         self._lane = LaneServer(
             service, sessions, Path(config.lane_socket), budget=budget,
             message_bytes=int(limits.message_bytes), connections_max=2 * limits.sessions,
@@ -289,26 +289,12 @@ class Daemon:
         _log.info("stopped")
 
 
-def _hugetlb(host_config: object) -> dict[str, str]:
-    directory = getattr(host_config, "hugetlb_directory", "")
-    return {"hugetlb_directory": directory} if directory else {}
-
-
 def _harden() -> None:
     """No core dumps, no peeking by other processes of the user; files private from the start."""
     os.umask(0o077)
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
         _log.warning("the daemon could not be made undumpable")
     sys.setswitchinterval(SWITCH_SECONDS)
-
-
-def _group_id(name: str) -> int | None:
-    if not name:
-        return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(f"server.socket_group: there is no group {name!r}; create it") from None
 
 
 def serve(config: Config, reload: Callable[[], Config] | None = None) -> None:

@@ -73,6 +73,7 @@ class HostSection(Section, frozen=True):
     pool: Literal["shm", "sealed"] = "shm"
     directory: str = ""
     hugepages: Literal["off", "advise", "hugetlb"] = "off"
+    hugetlb_directory: str = ""
     prefault: bool = True
     mlock: bool = True
 
