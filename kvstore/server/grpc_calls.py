@@ -33,6 +33,7 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 OPEN_SESSION = "/kvstore.v1.KVStore/OpenSession"
 QUEUE_MESSAGES = 8
 NOTICES_MAX = 256
+SESSION_CHECK_SECONDS = 1.0
 
 _METHOD_OF_PATH = {
     f"/{SERVICE_NAMES[name in ADMIN_METHODS]}/{name}": number
@@ -60,7 +61,7 @@ class Gate(grpc.GenericRpcHandler):
         self._sessions = sessions
         self._budget = budget
         self._with_certificates = with_certificates
-        self._notices: dict[int, asyncio.Queue[pb.Notice | None]] = {}
+        self._notices: dict[Session, asyncio.Queue[pb.Notice | None]] = {}
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         path = call.method
@@ -125,11 +126,16 @@ class Gate(grpc.GenericRpcHandler):
         request = _parse(self._service.methods[METHOD_NUMBERS["OpenSession"]], payload)
         if request.join_token:
             raise FailedPrecondition("join_token is for the side socket; send the token instead")
+        self._forget_ended()
         notices: asyncio.Queue[pb.Notice | None] = asyncio.Queue(NOTICES_MAX)
         opened = self._sessions.open(identity, grant, request, None, partial(_notify, notices))
-        self._notices[opened.session.id] = notices
+        self._notices[opened.session] = notices
         response: bytes = opened.response.SerializeToString()
         return response
+
+    def _forget_ended(self) -> None:
+        for session in [session for session in self._notices if session.closed]:
+            del self._notices[session]
 
     async def _stream(
         self, session: Session, method: Method, payload: bytes, context: Any
@@ -182,20 +188,19 @@ class Gate(grpc.GenericRpcHandler):
         """Heartbeats up, notices down. The end of a TCP client's stream ends its session."""
         try:
             self._check_certificate(session, context)
-            notices = self._notices.get(session.id)
-            if notices is None:
-                notices = asyncio.Queue(NOTICES_MAX)
-            listening = asyncio.ensure_future(self._heartbeats(session, requests, notices))
-            try:
-                while (notice := await notices.get()) is not None:
-                    yield notice.SerializeToString()
-            finally:
-                listening.cancel()
         except KVStoreError as error:
             await _abort(context, error, "Session")
+        notices = self._notices.get(session)
+        if notices is None:
+            notices = asyncio.Queue(NOTICES_MAX)
+        listening = asyncio.ensure_future(self._heartbeats(session, requests, notices))
+        try:
+            while (notice := await _next(notices, session)) is not None:
+                yield notice.SerializeToString()
         finally:
+            listening.cancel()
             if self._with_certificates:
-                self._notices.pop(session.id, None)
+                self._notices.pop(session, None)
                 self._sessions.close(session, "its session stream ended")
 
     async def _heartbeats(
@@ -264,6 +269,16 @@ def _put(notices: asyncio.Queue[pb.Notice | None], notice: pb.Notice | None) -> 
     if notices.full():
         notices.get_nowait()
     notices.put_nowait(notice)
+
+
+async def _next(notices: asyncio.Queue[pb.Notice | None], session: Session) -> pb.Notice | None:
+    """The next notice; None when the stream or the session is over."""
+    while not session.closed:
+        try:
+            return await asyncio.wait_for(notices.get(), SESSION_CHECK_SECONDS)
+        except TimeoutError:
+            continue
+    return None
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 from kvstore.core.errors import AlreadyRunning, ConfigError
@@ -93,8 +93,8 @@ class GrpcServer:
     def _server(self, with_certificates: bool) -> grpc.aio.Server:
         server = grpc.aio.server(options=self._options(), maximum_concurrent_rpcs=CALLS_MAX)
         gate = Gate(self._service, self._sessions, self._budget, with_certificates)
-        server.add_generic_rpc_handlers((gate,))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        # The generated function for health would register it where the gate is not asked.
+        server.add_generic_rpc_handlers((gate, _health_handler(self._health)))
         self._servers.append(server)
         return server
 
@@ -126,6 +126,20 @@ class GrpcServer:
             raise AlreadyRunning(
                 f"server.tcp.listen: {tcp.listen} cannot be bound; free it or choose another"
             )
+
+
+def _health_handler(health: HealthServicer) -> grpc.GenericRpcHandler:
+    types = {
+        "request_deserializer": health_pb2.HealthCheckRequest.FromString,
+        "response_serializer": health_pb2.HealthCheckResponse.SerializeToString,
+    }
+    return grpc.method_handlers_generic_handler(
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        {
+            "Check": grpc.unary_unary_rpc_method_handler(health.Check, **types),
+            "Watch": grpc.unary_stream_rpc_method_handler(health.Watch, **types),
+        },
+    )
 
 
 def _read(key: str, path: str) -> bytes:

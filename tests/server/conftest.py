@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,10 @@ class Daemon:
                 return value.result()
             return value
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(TIMEOUT)
+        return self.await_(run())
+
+    def await_(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT)
 
     def eventually(self, condition: Callable[[], bool], seconds: float = 5.0) -> bool:
         """Whether `condition` becomes true on the owner thread within `seconds`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,19 +37,23 @@ def client(daemon: Any, kit: Any) -> Iterator[Any]:
     peer.close()
 
 
-def outcome(call: Any) -> tuple[str, str]:
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     with pytest.raises(grpc.RpcError) as caught:
-        list(call) if hasattr(call, "__iter__") else call.result()
+        call()
     return caught.value.code().name, caught.value.details()
 
 
-def start(peer: Any, method: str, request: Any, metadata: Any) -> Any:
+def attempt(peer: Any, method: str, request: Any, metadata: Any) -> Callable[[], Any]:
+    """A call of whatever shape, to the end of its answers."""
     shape = SHAPES.get(method, "unary_unary")
     stub = peer.method(method, shape)
     argument = iter([request]) if shape.startswith("stream") else request
-    if shape.endswith("unary"):
-        return stub.future(argument, metadata=metadata, timeout=TIMEOUT)
-    return stub(argument, metadata=metadata, timeout=TIMEOUT)
+
+    def call() -> Any:
+        answer = stub(argument, metadata=metadata, timeout=TIMEOUT)
+        return list(answer) if shape.endswith("stream") else answer
+
+    return call
 
 
 # ---- Who is let in ----
@@ -56,20 +63,19 @@ def start(peer: Any, method: str, request: Any, metadata: Any) -> Any:
 def test_no_method_without_a_token(client: Any, method: str) -> None:
     """I18: every method, streams too, is UNAUTHENTICATED without the token of a live session."""
     for metadata in ((), (("x-kv-session-bin", bytes(32)),), (("x-kv-session-bin", b""),)):
-        code, message = outcome(start(client, method, b"\xff\xff", metadata))
+        code, message = outcome(attempt(client, method, b"\xff\xff", metadata))
         assert code == "UNAUTHENTICATED"
         assert ".lane" in message
 
 
 def test_unknown_methods_look_the_same(client: Any) -> None:
     """I18: without a token one cannot even tell which methods exist."""
-    known = outcome(start(client, "Status", b"", ()))
+    known = outcome(attempt(client, "Status", b"", ()))
     for path in ("/kvstore.v1.KVStore/Nothing", "/other.Service/Call"):
-        stub = client.channel.unary_unary(path)
-        assert outcome(stub.future(b"", timeout=TIMEOUT)) == known
+        assert outcome(partial(client.channel.unary_unary(path), b"", timeout=TIMEOUT)) == known
     client.open()
     stub = client.channel.unary_unary("/kvstore.v1.KVStore/Nothing")
-    code, _ = outcome(stub.future(b"", metadata=client.metadata(), timeout=TIMEOUT))
+    code, _ = outcome(lambda: stub(b"", metadata=client.metadata(), timeout=TIMEOUT))
     assert code == "UNIMPLEMENTED"
 
 
@@ -110,10 +116,7 @@ def test_health_is_open_on_the_unix_socket(client: Any, daemon: Any) -> None:
     for name in ("", "kvstore.v1.KVStore", "kvstore.v1.Admin"):
         request = health_pb2.HealthCheckRequest(service=name)
         assert stub.Check(request, timeout=TIMEOUT).status == kinds.SERVING
-    daemon.on_owner(lambda: None)
-    import asyncio
-
-    asyncio.run_coroutine_threadsafe(daemon.grpc.set_serving(False), daemon._loop).result(5)
+    daemon.await_(daemon.grpc.set_serving(False))
     request = health_pb2.HealthCheckRequest()
     assert stub.Check(request, timeout=TIMEOUT).status == kinds.NOT_SERVING
 
@@ -130,9 +133,6 @@ def test_oversize_message(client: Any, kit: Any, daemon: Any) -> None:
 
 def test_garbage_connections(client: Any, daemon: Any) -> None:
     """Raw garbage on the gRPC socket disturbs nobody."""
-    import random
-    import socket
-
     rng = random.Random(3)
     client.open()
     for i in range(30):
@@ -368,9 +368,9 @@ def test_tcp_session_from_open_to_end(connect: Any, tcp_daemon: Any, kit: Any) -
     fetched = list(far.peer.stream("FetchInline", pb.FetchInlineRequest(lease_id=lease)))
     assert b"".join(c.data for c in fetched if c.block == 3) == engine.payload(3)
     reserved = engine.reserve([*TOKENS[:32], *range(900, 932)])
+    run = pb.CommitRun(first_block=2, block_count=1)
+    request = pb.CommitRequest(reservation_id=reserved.reservation_id, runs=[run])
     with pytest.raises(kit.CallError) as caught:
-        run = pb.CommitRun(first_block=2, block_count=1)
-        request = pb.CommitRequest(reservation_id=reserved.reservation_id, runs=[run])
         far.peer.call("Commit", request)
     assert caught.value.code == "FAILED_PRECONDITION"
     assert "PutInline" in caught.value.message
@@ -396,10 +396,11 @@ def test_tcp_death_ends_the_session(connect: Any, tcp_daemon: Any) -> None:
     """I15: when a TCP client's connection breaks, its session ends within a second."""
     far = connect("engine-1")
     far.open()
-    far.session_stream()
+    stream = far.session_stream()
     far.peer.call("Renew", pb.RenewRequest())
     far.peer.channel.close()
     assert tcp_daemon.eventually(lambda: not tcp_daemon.store.parts.sessions, seconds=1.0)
+    stream.cancel()
 
 
 def test_certificates_without_a_rule(connect: Any, kit: Any) -> None:
@@ -426,7 +427,7 @@ def test_plaintext_and_no_certificate(tcp_daemon: Any, certificates: Path) -> No
         grpc.secure_channel(target, grpc.ssl_channel_credentials(authority)),
     ):
         stub = channel.unary_unary("/kvstore.v1.KVStore/OpenSession")
-        code, _ = outcome(stub.future(b"", timeout=5))
+        code, _ = outcome(partial(stub, b"", timeout=5))
         assert code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
         channel.close()
 
@@ -441,7 +442,7 @@ def test_a_token_is_bound_to_its_certificate(connect: Any, kit: Any) -> None:
     assert caught.value.code == "UNAUTHENTICATED"
     for method in ("Subscribe", "PutInline", "Session"):
         kind = pb.Heartbeat if method == "Session" else getattr(pb, f"{method}Request")
-        code, _ = outcome(start(second.peer, method, kind(), second.peer.metadata()))
+        code, _ = outcome(attempt(second.peer, method, kind(), second.peer.metadata()))
         assert code == "UNAUTHENTICATED"
     first.peer.call("Renew", pb.RenewRequest())
 
@@ -461,7 +462,7 @@ def test_health_needs_a_token_on_tcp(connect: Any) -> None:
     far = connect("engine-1")
     stub = health_pb2_grpc.HealthStub(far.peer.channel)
     request = health_pb2.HealthCheckRequest()
-    code, _ = outcome(stub.Check.future(request, timeout=TIMEOUT))
+    code, _ = outcome(lambda: stub.Check(request, timeout=TIMEOUT))
     assert code == "UNAUTHENTICATED"
     far.open()
     metadata = far.peer.metadata()
