@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.block import slot_bytes
+from kvstore.core.keys import EXTRA_DIGEST_BYTES
 from kvstore.core.spec import KVSpec, space_id
 
 
@@ -30,6 +31,11 @@ class Space:
         self.shard_count = spec.shard_count
         self.block_bytes = spec.block_bytes
         self.slot_bytes = slot_bytes(spec.block_bytes)
+
+    @property
+    def symbol_bytes_max(self) -> int:
+        """The widest symbol a block of this space can have: tokens with a digest, or a hash."""
+        return self.spec.symbol_bytes + EXTRA_DIGEST_BYTES
 
     @property
     def block_size(self) -> int:

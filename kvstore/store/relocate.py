@@ -26,7 +26,7 @@ class Relocator:
         """Called when a space found no slot: begins to make some of other sizes' memory."""
         if space.pool in self._active:
             return
-        symbol = max(space.spec.symbol_bytes, 64)
+        symbol = space.symbol_bytes_max
         places = set(self._parts.host.drain_candidates(space.block_bytes, symbol, space.pool))
         if not places:
             return
@@ -66,7 +66,7 @@ class Relocator:
     def _move(self, run: Any, i: int, shard: int, place: int) -> None:
         parts, space = self._parts, run.root.space
         host = parts.host
-        symbol = max(space.spec.symbol_bytes, 64)
+        symbol = space.symbol_bytes_max
         target = host.reserve(space.block_bytes, symbol, 1, space.pool)
         if not target:
             return

@@ -21,7 +21,7 @@ OUTCOMES = bytes.maketrans(
     bytes([StageAnswer.LEFT_OUT, StageAnswer.PRESENT, StageAnswer.PENDING, StageAnswer.WANTED]),
     bytes([BlockOutcome.REJECTED, BlockOutcome.PRESENT, BlockOutcome.PENDING, BlockOutcome.WANTED]),
 )
-SYMBOL_BYTES_MIN = 64
+SACRIFICE_BYTES = 16 << 20
 
 
 class ReserveFlow:
@@ -42,7 +42,7 @@ class ReserveFlow:
         total = query.chain.block_count
         if self._parts.draining:
             raise Draining("the daemon is draining and takes no new blocks")
-        if first_block > total:
+        if not 0 <= first_block <= total:
             raise InvalidRequest(
                 f"first_block is {first_block} but the prompt has {total} full blocks"
             )
@@ -79,6 +79,7 @@ class ReserveFlow:
         if refusal:
             return self._rejected(first_block, last, refusal)
         allowed, limit = self._allowed(attachment, last - first_block)
+        self._make_index_room(walk, min(allowed, last - walk.known_blocks))
         reservation = Reservation(parts.next_id(), attachment, attachment.space.epoch)
         staged = parts.index.stage(
             walk, walk.chain, attachment.shard, reservation.id, allowed, first_block, HOST
@@ -116,6 +117,20 @@ class ReserveFlow:
         self._parts.recorder.limit_rejected(name)
         return allowed, f"limits.{name} leaves room for {allowed} blocks now"
 
+    def _make_index_room(self, walk: Walk, wanted: int) -> None:
+        """Evicts until the index takes `wanted` more blocks, but nothing of what they extend."""
+        index, space = self._parts.index, walk.root.space
+        if index.free_blocks > wanted:
+            return
+        held = index.anchor(walk.run, walk.depth, 0) if walk.known_blocks else None
+        while (short := wanted + 1 - index.free_blocks) > 0:
+            before = index.block_count
+            self._remover.make_room(space, short * space.slot_bytes * space.shard_count)
+            if index.block_count == before:
+                break
+        if held is not None:
+            index.unanchor(held)
+
     def _take_slots(self, reservation: Reservation, staged: Staged) -> None:
         """Gives wanted blocks their slots, first blocks first, and gives up those without one."""
         reservation.anchor = staged.anchor
@@ -127,18 +142,25 @@ class ReserveFlow:
         self._table.give_up(reservation, dict.fromkeys(wanted[len(places) :]))
 
     def _slots(self, space: Space, count: int) -> list[int]:
-        """Up to `count` slots: free ones, then those of victims the policy gives up."""
-        host = self._parts.host
+        """Up to `count` slots: free ones, then those of victims the policy gives up.
+
+        Victims of another size leave holes that these blocks don't fit. After a bounded sacrifice
+        no more are taken: whole chunks are emptied into the holes instead, in the background.
+        """
+        host, residency = self._parts.host, self._parts.residency
         count = self._within_cap(space, count)
+        symbol = space.symbol_bytes_max
         places: list[int] = []
+        sacrifice = count * space.slot_bytes + max(SACRIFICE_BYTES, 16 * space.slot_bytes)
         while count:
-            symbol = max(space.spec.symbol_bytes, SYMBOL_BYTES_MIN)
             places += host.reserve(space.block_bytes, symbol, count - len(places), space.pool)
             if len(places) == count:
                 break
-            free = host.usage(space.pool).free_bytes
+            before = residency.accounts.used(HOST, space.pool)
             self._remover.make_room(space, (count - len(places)) * space.slot_bytes)
-            if host.usage(space.pool).free_bytes <= free:
+            evicted = before - residency.accounts.used(HOST, space.pool)
+            sacrifice -= evicted
+            if not evicted or sacrifice < 0:
                 self._relocator.start(space)
                 break
         return places
