@@ -23,6 +23,7 @@ from kvstore.core.errors import (
     Draining,
     FailedPrecondition,
     KVStoreError,
+    LeaseLost,
     NotFound,
     SpecMismatch,
     StoreUnavailable,
@@ -142,8 +143,11 @@ class Session:
             raise self.judge(error) from error
 
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
+        """Answers to Restore or FetchInline: what they may not find is the lease."""
         try:
             yield from self.transport.stream(method, request, timeout)
+        except NotFound as error:
+            raise LeaseLost(str(error)) from error
         except KVStoreError as error:
             raise self.judge(error) from error
 

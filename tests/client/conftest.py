@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client import KVClient, KVSpec, Space
+from kvstore.client import KVClient, KVSpec, Space, StoreUnavailable
 from kvstore.client.frames import FrameReader
 from kvstore.core.lane import (
     FLAG_FDS,
@@ -29,6 +36,7 @@ from kvstore.core.slots import encode_slots
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 BLOCK_TOKENS = 4
+KVSTORE = str(Path(sys.executable).with_name("kvstore"))
 SILENCE = object()  # what a handler answers to leave the caller waiting
 
 
@@ -258,6 +266,63 @@ def _memory(name: str, size: int) -> tuple[int, np.ndarray]:
     descriptor = os.memfd_create(name)
     os.truncate(descriptor, size)
     return descriptor, np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+
+
+class Serve:
+    """A `kvstore serve` process on a directory of its own."""
+
+    def __init__(self, folder: Path, more: str = "") -> None:
+        self.socket = f"{folder}/run/kvstore.sock"
+        self.config = folder / "kvstore.toml"
+        self.pool = tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm")
+        self.config.write_text(
+            f'[server]\nsocket = "{self.socket}"\nmetrics = "127.0.0.1:0"\n'
+            f'[tiers.host]\nsize = "32MiB"\ndirectory = "{self.pool}/pool"\n'
+            "[limits]\nlease_ttl_seconds = 1.0\nmax_lease_ttl_seconds = 2.0\n" + more
+        )
+        self.log = (folder / "log").open("wb")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [KVSTORE, "serve", "--config", str(self.config)], stdout=self.log, stderr=self.log
+        )
+        for _ in range(200):
+            assert self.process.poll() is None, Path(self.log.name).read_text()
+            with contextlib.suppress(StoreUnavailable), self.connect():
+                return
+            time.sleep(0.05)
+        raise AssertionError(Path(self.log.name).read_text())
+
+    def connect(self, **options: Any) -> KVClient:
+        return KVClient.connect(f"unix://{self.socket}", **options)
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
+        self.log.close()
+        shutil.rmtree(self.pool)
+
+
+@pytest.fixture
+def make_serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    made: list[Serve] = []
+
+    def make(more: str = "") -> Serve:
+        made.append(Serve(tmp_path, more))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for serve in made:
+        serve.stop()
 
 
 @pytest.fixture

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.client import KVClient, KVSpec, LeaseLost, StoreUnavailable
+from kvstore.client import KVSpec, LeaseLost, StoreUnavailable
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 64 << 10
-KVSTORE = str(Path(sys.executable).with_name("kvstore"))
 
 
 def spec(revision="r"):
@@ -43,57 +38,9 @@ def payloads(request, block_count):
     return [payload(request, block) for block in range(block_count)]
 
 
-class Serve:
-    """A `kvstore serve` process on a directory of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = f"{folder}/run/kvstore.sock"
-        self.config = folder / "kvstore.toml"
-        self.pool = tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm")
-        self.config.write_text(
-            f'[server]\nsocket = "{self.socket}"\nmetrics = "127.0.0.1:0"\n'
-            f'[tiers.host]\nsize = "32MiB"\ndirectory = "{self.pool}/pool"\n'
-            "[limits]\nlease_ttl_seconds = 1.0\nmax_lease_ttl_seconds = 2.0\n"
-        )
-        self.log = (folder / "log").open("wb")
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [KVSTORE, "serve", "--config", str(self.config)], stdout=self.log, stderr=self.log
-        )
-        for _ in range(200):
-            assert self.process.poll() is None, Path(self.log.name).read_text()
-            with contextlib.suppress(StoreUnavailable), self.connect():
-                return
-            time.sleep(0.05)
-        raise AssertionError(Path(self.log.name).read_text())
-
-    def connect(self, **options) -> KVClient:
-        return KVClient.connect(f"unix://{self.socket}", **options)
-
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait(10)
-
-    def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-            self.signal(signal.SIGKILL)
-        self.log.close()
-        shutil.rmtree(self.pool)
-
-
 @pytest.fixture
-def serve(tmp_path):
-    made = Serve(tmp_path)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
+def serve(make_serve):
+    return make_serve()
 
 
 def answers(space, request, block_count):
