@@ -126,9 +126,11 @@ class ServedDaemon:
     def spawn(self, *options: str) -> subprocess.Popen[bytes]:
         with open(self.log, "wb") as log:
             return subprocess.Popen(
-                [*command_of("serve", "--config", str(self.config)), *options],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
-            )  # fmt: skip
+                self.command(*options), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
+            )
+
+    def command(self, *options: str) -> list[str]:
+        return [*command_of("serve", "--config", str(self.config)), *options]
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> int:
         """Sends a signal and waits; answers with the exit code."""
@@ -138,6 +140,19 @@ class ServedDaemon:
 
     def client(self) -> KVClient:
         return KVClient.connect(f"unix://{self.socket}")
+
+    def refused(self, *options: str) -> Outcome:
+        """What one more daemon of this configuration says before it ends."""
+        done = subprocess.run(
+            self.command(*options), capture_output=True, text=True, cwd="/", timeout=START_SECONDS
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    @staticmethod
+    def fill_and_lease(client: KVClient) -> Match:
+        """Four blocks, stored and leased."""
+        engine = Engine(client)
+        return engine.lease(engine.fill(4))
 
 
 def command_of(*arguments: str) -> list[str]:
