@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.bench.copies import COPIES, copy_actions, fastest, prefaulted
+from kvstore.bench.copies import COPIES, copy_actions, fastest, prefaulted, windows
 from kvstore.bench.measure import alternate, document, medians, timed
 from kvstore.bench.subject import MIB, Subject
 from kvstore.core.errors import KVStoreError
@@ -17,6 +17,7 @@ from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
 
 BLOCKS, CLIENTS = 32, 8
 ROUNDS, CLIENT_ROUNDS, WARMUP = 24, 7, 1
+WINDOWS = 16
 POOL_BYTES = 4096 * MIB
 
 
@@ -40,7 +41,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 def _measure_one(target: str, blocks: int, rounds: int) -> dict[str, Any]:
     subject = Subject(target, MIB)
-    source, copy_target = prefaulted((blocks, MIB)), prefaulted((blocks, MIB))
+    source = prefaulted((blocks, MIB))
     prompts: list[np.ndarray] = []
 
     def prepare() -> None:
@@ -48,7 +49,7 @@ def _measure_one(target: str, blocks: int, rounds: int) -> dict[str, Any]:
         subject.payloads(prompts[-1], source)
 
     prepare()
-    copies = copy_actions(list(source), list(copy_target))
+    copies = copy_actions(list(source), *windows(blocks, WINDOWS))
     actions = {name: timed(copy) for name, copy in copies.items()}
     actions["put"] = timed(lambda: subject.put(prompts[-1], source))
     samples = alternate(actions, rounds, WARMUP, on_round=prepare)

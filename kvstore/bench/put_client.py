@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 
-from kvstore.bench.copies import copy_actions, prefaulted
+from kvstore.bench.copies import copy_actions, prefaulted, windows
 from kvstore.bench.subject import MIB, Subject
 from kvstore.core.clock import perf_seconds
+
+WINDOWS = 4
 
 
 class PutClient:
@@ -20,8 +22,8 @@ class PutClient:
     def __init__(self, target: str, blocks: int, seed: int) -> None:
         self._subject = Subject(target, MIB, seed=seed)
         self._blocks = blocks
-        self._source, self._target = prefaulted((blocks, MIB)), prefaulted((blocks, MIB))
-        self._copies = copy_actions(list(self._source), list(self._target))
+        self._source = prefaulted((blocks, MIB))
+        self._copies = copy_actions(list(self._source), *windows(blocks, WINDOWS))
         self._put: list[object] = []
         self._next()
 

@@ -28,15 +28,22 @@ def run(quick: bool = False) -> dict[str, Any]:
             with EmptyRpc(daemon.directory) as empty:
                 views = _measure_views(subject, empty, VIEW_ROUNDS // (10 if quick else 1))
             small = _measure_copies(subject, BLOCKS, ROUNDS // (10 if quick else 1))
+            row = _measure_copies(subject, BLOCKS, ROUNDS // (10 if quick else 1), scatter=False)
             big = _measure_copies(subject, large, LARGE_ROUNDS // (5 if quick else 1))
         finally:
             subject.close()
-    return _document(small, big, views, large)
+    return _document(small, row, big, views, large)
 
 
-def _measure_copies(subject: Subject, blocks: int, rounds: int) -> dict[str, Any]:
+def _measure_copies(
+    subject: Subject, blocks: int, rounds: int, scatter: bool = True
+) -> dict[str, Any]:
+    """Blocks scattered one by one over the pool are the hardest case; in a row, the usual one."""
     tokens = subject.prompt(blocks)
-    subject.put_scattered(tokens, random.Random(blocks))
+    if scatter:
+        subject.put_scattered(tokens, random.Random(blocks))
+    else:
+        subject.put(tokens, subject.payloads(tokens, prefaulted((blocks, MIB))))
     space, target = subject.space, prefaulted((blocks, MIB))
     with space.lookup(tokens) as held:
         source = [np.frombuffer(view, dtype=np.uint8) for view in space.restore(held)]
@@ -77,19 +84,25 @@ def _measure_views(subject: Subject, empty: EmptyRpc, rounds: int) -> dict[str, 
 
 
 def _document(
-    small: dict[str, Any], big: dict[str, Any], views: dict[str, Any], large: int
+    small: dict[str, Any],
+    row: dict[str, Any],
+    big: dict[str, Any],
+    views: dict[str, Any],
+    large: int,
 ) -> dict[str, Any]:
     small_medians, big_medians = medians(small["samples"]), medians(big["samples"])
-    view_medians = medians(views["samples"])
+    view_medians, row_medians = medians(views["samples"]), medians(row["samples"])
     name, copy_seconds = fastest(small_medians, COPIES)
     _, big_copy_seconds = fastest(big_medians, COPIES)
     figures = {
         "ratio_to_memcpy": copy_seconds / small_medians["restore"],
         "ratio_to_memcpy_256mib": big_copy_seconds / big_medians["restore"],
         "ratio_to_empty_rpc": view_medians["views"] / view_medians["empty_rpc"],
+        "ratio_to_memcpy_in_a_row": fastest(row_medians, COPIES)[1] / row_medians["restore"],
     }
     samples = {
         **small["samples"],
+        **{f"{name}_in_a_row": values for name, values in row["samples"].items()},
         **{f"{name}_large": values for name, values in big["samples"].items()},
         **views["samples"],
     }
@@ -102,5 +115,5 @@ def _document(
         fastest_memcpy=name,
         block_bytes=MIB,
         block_counts=[BLOCKS, large],
-        wrong_bytes=sum(part["wrong_bytes"] for part in (small, big, views)),
+        wrong_bytes=sum(part["wrong_bytes"] for part in (small, row, big, views)),
     )
