@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -178,13 +179,14 @@ def test_descriptors_do_not_pile_up(daemon, spec, eventually):
         # Those of the daemon's own staging segments are in this process, too.
         return len(os.listdir("/proc/self/fd")) - len(daemon.opened)
 
+    gc.collect()  # of what tests before this one left
     before = held()
     for _ in range(3):
         with KVClient.connect(daemon.path) as client:
             client.attach(spec)
             client.attach(spec)
         del client
-    eventually(lambda: held() == before)
+    eventually(lambda: held() <= before)
 
 
 def test_a_forked_child_is_told_and_harms_nobody(daemon, spec):
