@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import pytest
+from peers import CallError, Engine, GrpcPeer, attach_request
+from served import ServedStore, config_for_tests
 
 from kvstore.core.config import AccessRule
 from kvstore.proto.v1 import kvstore_pb2 as pb
@@ -14,8 +16,8 @@ TOKENS = list(range(64))
 NAN = float("nan")
 
 
-def refused(kit: Any, peer: Any, method: str, request: Any, code: str, names: str) -> None:
-    with pytest.raises(kit.CallError) as caught:
+def refused(peer: Any, method: str, request: Any, code: str, names: str) -> None:
+    with pytest.raises(CallError) as caught:
         peer.call(method, request)
     assert caught.value.code == code, caught.value
     assert names in caught.value.message
@@ -46,9 +48,9 @@ def refused(kit: Any, peer: Any, method: str, request: Any, code: str, names: st
         ({"attention": {"k" * 2000: ""}}, "spec.attention"),
     ],
 )
-def test_wrong_spec(peer: Any, kit: Any, changes: dict[str, Any], names: str) -> None:
+def test_wrong_spec(peer: Any, changes: dict[str, Any], names: str) -> None:
     """A KVSpec field that is wrong is named."""
-    refused(kit, peer, "Attach", kit.attach_request(**changes), "INVALID_ARGUMENT", names)
+    refused(peer, "Attach", attach_request(**changes), "INVALID_ARGUMENT", names)
 
 
 @pytest.mark.parametrize(
@@ -60,19 +62,19 @@ def test_wrong_spec(peer: Any, kit: Any, changes: dict[str, Any], names: str) ->
         ({"engine_id": "e" * 5000}, "INVALID_ARGUMENT", "engine_id"),
     ],
 )
-def test_wrong_attach(peer: Any, kit: Any, fields: dict[str, Any], code: str, names: str) -> None:
+def test_wrong_attach(peer: Any, fields: dict[str, Any], code: str, names: str) -> None:
     """An attach for a shard or tenant that is not one's own is refused."""
-    refused(kit, peer, "Attach", kit.attach_request(**fields), code, names)
+    refused(peer, "Attach", attach_request(**fields), code, names)
 
 
-def test_wrong_plan_shapes(peer: Any, kit: Any) -> None:
+def test_wrong_plan_shapes(peer: Any) -> None:
     """What an engine cannot execute is not guessed."""
-    request = kit.attach_request()
+    request = attach_request()
     request.plan_shapes.append("magic")
-    refused(kit, peer, "Attach", request, "INVALID_ARGUMENT", "plan_shapes")
-    request = kit.attach_request()
+    refused(peer, "Attach", request, "INVALID_ARGUMENT", "plan_shapes")
+    request = attach_request()
     request.overlap = "sideways"
-    refused(kit, peer, "Attach", request, "INVALID_ARGUMENT", "overlap")
+    refused(peer, "Attach", request, "INVALID_ARGUMENT", "overlap")
 
 
 def prompt(**fields: Any) -> pb.Prompt:
@@ -117,10 +119,10 @@ DIGEST = bytes(32)
         ),
     ],
 )
-def test_wrong_lookup(engine: Any, kit: Any, fields: dict[str, Any], code: str, names: str) -> None:
+def test_wrong_lookup(engine: Any, fields: dict[str, Any], code: str, names: str) -> None:
     """A lookup field out of range is named."""
     request = pb.LookupRequest(attachment=engine.number, **fields)
-    refused(kit, engine.peer, "Lookup", request, code, names)
+    refused(engine.peer, "Lookup", request, code, names)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +140,14 @@ def test_wrong_lookup(engine: Any, kit: Any, fields: dict[str, Any], code: str, 
         ),
     ],
 )
-def test_wrong_hashes(peer: Any, kit: Any, fields: dict[str, Any], code: str, names: str) -> None:
+def test_wrong_hashes(peer: Any, fields: dict[str, Any], code: str, names: str) -> None:
     """Hashes of another length, or tokens for an external space, are refused."""
-    engine = kit.Engine(peer, key_mode="external", hash_algorithm="sha256_cbor")
+    engine = Engine(peer, key_mode="external", hash_algorithm="sha256_cbor")
     request = pb.LookupRequest(attachment=engine.number, prompt=pb.Prompt(**fields))
-    refused(kit, peer, "Lookup", request, code, names)
+    refused(peer, "Lookup", request, code, names)
 
 
-def test_unknown_attachment(peer: Any, kit: Any) -> None:
+def test_unknown_attachment(peer: Any) -> None:
     """Calls on an attachment that was never made answer NOT_FOUND."""
     for method, request in (
         ("Lookup", pb.LookupRequest(attachment=3)),
@@ -154,25 +156,25 @@ def test_unknown_attachment(peer: Any, kit: Any) -> None:
         ("ReportStep", pb.ReportStepRequest(attachment=3)),
         ("ReportTransfer", pb.ReportTransferRequest(attachment=3)),
     ):
-        refused(kit, peer, method, request, "NOT_FOUND", "attachment")
+        refused(peer, method, request, "NOT_FOUND", "attachment")
 
 
-def test_unknown_lease_and_reservation(engine: Any, kit: Any) -> None:
+def test_unknown_lease_and_reservation(engine: Any) -> None:
     """Ids that are not one's own answer NOT_FOUND where they matter and nothing where not."""
-    with pytest.raises(kit.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         list(engine.peer.stream("Restore", pb.RestoreRequest(lease_id=5)))
     assert caught.value.code == "NOT_FOUND"
-    with pytest.raises(kit.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         list(engine.peer.stream("FetchInline", pb.FetchInlineRequest(lease_id=5)))
     assert caught.value.code == "NOT_FOUND"
     run = [pb.CommitRun(block_count=1)]
     request = pb.CommitRequest(reservation_id=5, runs=run)
-    refused(kit, engine.peer, "Commit", request, "NOT_FOUND", "reservation")
+    refused(engine.peer, "Commit", request, "NOT_FOUND", "reservation")
     engine.peer.call("Abort", pb.AbortRequest(reservation_id=5))
     engine.peer.call("CancelRestore", pb.CancelRestoreRequest(lease_id=5))
 
 
-def test_ranges_beyond_the_lease(engine: Any, kit: Any) -> None:
+def test_ranges_beyond_the_lease(engine: Any) -> None:
     """A restore past the end of its lease is refused, also where 32 bits would overflow."""
     engine.put(TOKENS)
     lease = engine.lookup(TOKENS).lease_id
@@ -183,12 +185,12 @@ def test_ranges_beyond_the_lease(engine: Any, kit: Any) -> None:
             ("FetchInline", pb.FetchInlineRequest),
         ):
             request = kind(lease_id=lease, first_block=first, block_count=count)
-            with pytest.raises(kit.CallError) as caught:
+            with pytest.raises(CallError) as caught:
                 list(engine.peer.stream(method, request))
             assert caught.value.code == "INVALID_ARGUMENT"
 
 
-def test_wrong_commit_runs(engine: Any, kit: Any) -> None:
+def test_wrong_commit_runs(engine: Any) -> None:
     """Runs outside the staging segment, unsorted, empty or not reserved change nothing."""
     reserved = engine.reserve(TOKENS).reservation_id
     size, slot = len(engine.peer.staging), engine.attached.slot_bytes
@@ -213,21 +215,21 @@ def test_wrong_commit_runs(engine: Any, kit: Any) -> None:
         ([run(first_block=4, block_count=1)], "INVALID_ARGUMENT", "block 4"),
     ):
         request = pb.CommitRequest(reservation_id=reserved, runs=runs)
-        refused(kit, engine.peer, "Commit", request, code, names)
+        refused(engine.peer, "Commit", request, code, names)
     good = pb.CommitRequest(reservation_id=reserved, runs=[run(block_count=4)])
     (result,) = engine.peer.call("Commit", good).results
     assert result.outcomes == b"\x04" * 4
 
 
-def test_reserve_beyond_the_prompt(engine: Any, kit: Any) -> None:
+def test_reserve_beyond_the_prompt(engine: Any) -> None:
     """A put that begins after its own prompt is refused."""
     request = pb.ReserveRequest(
         attachment=engine.number, prompt=pb.Prompt(tokens=bytes(64)), first_block=2
     )
-    refused(kit, engine.peer, "Reserve", request, "INVALID_ARGUMENT", "first_block")
+    refused(engine.peer, "Reserve", request, "INVALID_ARGUMENT", "first_block")
 
 
-def test_wrong_measurements(engine: Any, kit: Any) -> None:
+def test_wrong_measurements(engine: Any) -> None:
     """Measurements that cannot be true are refused before they spoil a model."""
     step, transfer = pb.ReportStepRequest, pb.ReportTransferRequest
     number = engine.number
@@ -243,10 +245,10 @@ def test_wrong_measurements(engine: Any, kit: Any) -> None:
         ("ReportTransfer", transfer(attachment=number, seconds=1), "link"),
         ("ReportTransfer", transfer(attachment=number, seconds=1e300, link="a>b"), "seconds"),
     ):
-        refused(kit, engine.peer, method, request, "INVALID_ARGUMENT", names)
+        refused(engine.peer, method, request, "INVALID_ARGUMENT", names)
 
 
-def test_wrong_admin_calls(peer: Any, kit: Any) -> None:
+def test_wrong_admin_calls(peer: Any) -> None:
     """Operators' calls name what is wrong or unknown."""
     space = bytes(32)
     for method, request, code, names in (
@@ -281,31 +283,31 @@ def test_wrong_admin_calls(peer: Any, kit: Any) -> None:
         ("TraceStart", pb.TraceStartRequest(path="/tmp/x"), "UNIMPLEMENTED", "trace"),
         ("TraceStop", pb.TraceStopRequest(), "UNIMPLEMENTED", "trace"),
     ):
-        refused(kit, peer, method, request, code, names)
+        refused(peer, method, request, code, names)
 
 
-def test_bytes_that_are_no_message(peer: Any, kit: Any) -> None:
+def test_bytes_that_are_no_message(peer: Any) -> None:
     """I19: bytes that do not parse are INVALID_ARGUMENT, for every method."""
     for method in ("Attach", "Lookup", "Reserve", "Commit", "Status", "Pin"):
-        refused(kit, peer, method, b"\xff\xff\xff", "INVALID_ARGUMENT", f"{method}Request")
+        refused(peer, method, b"\xff\xff\xff", "INVALID_ARGUMENT", f"{method}Request")
 
 
-def test_engine_role_cannot_administer(tmp_path: Any, kit: Any) -> None:
+def test_engine_role_cannot_administer(tmp_path: Any) -> None:
     """Calls of the Admin service need the admin role, and say so."""
-    config = kit.config(access=(AccessRule(uid=os.getuid(), role="engine"),))
-    daemon = kit.Daemon(tmp_path, config)
-    peer = kit.GrpcPeer(daemon)
+    config = config_for_tests(access=(AccessRule(uid=os.getuid(), role="engine"),))
+    daemon = ServedStore(tmp_path, config)
+    peer = GrpcPeer(daemon)
     assert peer.open().role == "engine"
     for caller in (peer, peer.lane):
-        refused(kit, caller, "Status", pb.StatusRequest(), "PERMISSION_DENIED", "admin role")
+        refused(caller, "Status", pb.StatusRequest(), "PERMISSION_DENIED", "admin role")
         request = pb.ClearRequest(all=True)
-        refused(kit, caller, "Clear", request, "PERMISSION_DENIED", "admin role")
+        refused(caller, "Clear", request, "PERMISSION_DENIED", "admin role")
     peer.close()
     daemon.close()
 
 
 def test_a_bug_inside_tells_nothing(
-    engine: Any, daemon: Any, kit: Any, caplog: pytest.LogCaptureFixture
+    engine: Any, daemon: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected exception is INTERNAL with a number; the log has the number and the rest."""
 
@@ -315,7 +317,7 @@ def test_a_bug_inside_tells_nothing(
     daemon.store.lookup = broken
     if type(engine.peer).__name__ == "DirectPeer":
         pytest.skip("in one process the caller is who may see it")
-    with pytest.raises(kit.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         engine.lookup(TOKENS)
     assert caught.value.code == "INTERNAL"
     assert "secret" not in caught.value.message

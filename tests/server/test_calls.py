@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from peers import CallError, Engine, LanePeer
 
 from kvstore.core.plan import BlockOutcome
 from kvstore.proto.v1 import kvstore_pb2 as pb
@@ -83,13 +84,13 @@ def test_lease_life(engine: Any) -> None:
     assert engine.peer.call("FinishRequest", finish).released_leases == 0
 
 
-def test_double_commit(engine: Any, kit: Any) -> None:
+def test_double_commit(engine: Any) -> None:
     """A reservation that was committed whole answers NOT_FOUND, and nothing changes."""
     reserved = engine.reserve(TOKENS)
     run = pb.CommitRun(first_block=0, block_count=4)
     request = pb.CommitRequest(reservation_id=reserved.reservation_id, runs=[run])
     engine.peer.call("Commit", request)
-    with pytest.raises(kit.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         engine.peer.call("Commit", request)
     assert caught.value.code == "NOT_FOUND"
     assert engine.lookup(TOKENS).matched_tokens == 64
@@ -103,21 +104,21 @@ def test_abort_leaves_nothing(engine: Any) -> None:
     assert set(engine.put(TOKENS)) == {BlockOutcome.STORED}
 
 
-def test_two_writers_of_one_block(engine: Any, daemon: Any, kit: Any) -> None:
+def test_two_writers_of_one_block(engine: Any, daemon: Any) -> None:
     """The second writer of a block is told PENDING, and a lookup counts pending tokens."""
-    other = kit.LanePeer(daemon.lane_path)
+    other = LanePeer(daemon.lane_path)
     other.open()
-    writer = kit.Engine(other)
+    writer = Engine(other)
     writer.reserve(TOKENS)
     assert set(engine.reserve(TOKENS).outcomes) == {BlockOutcome.PENDING}
     assert engine.lookup(TOKENS).pending_tokens == 64
     other.close()
 
 
-def test_external_keys(peer: Any, kit: Any) -> None:
+def test_external_keys(peer: Any) -> None:
     """An external space takes hashes of 16 to 32 bytes."""
     spec = {"key_mode": "external", "hash_algorithm": "sha256_cbor", "model": "ext"}
-    engine = kit.Engine(peer, **spec)
+    engine = Engine(peer, **spec)
     prompt = pb.Prompt(hashes=bytes(64), hash_bytes=32)
     request = pb.LookupRequest(attachment=engine.number, prompt=prompt, local_tokens=47)
     assert peer.call("Lookup", request).matched_tokens == 0

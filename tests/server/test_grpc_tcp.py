@@ -1,0 +1,273 @@
+"""gRPC: who is let in, health, inline calls, TCP with mutual TLS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from peers import CallError, Engine, GrpcPeer
+from served import ServedStore, config_for_tests
+
+from kvstore.core.config import AccessRule
+from kvstore.proto.v1 import kvstore_pb2 as pb
+
+TOKENS = list(range(64))
+TIMEOUT = 20.0
+SHAPES = {
+    "Restore": "unary_stream", "FetchInline": "unary_stream", "Subscribe": "unary_stream",
+    "PutInline": "stream_unary", "Session": "stream_stream",
+}  # fmt: skip
+
+
+@pytest.fixture
+def client(daemon: Any) -> Iterator[Any]:
+    """A gRPC channel to the daemon, with no session yet."""
+    peer = GrpcPeer(daemon)
+    yield peer
+    peer.close()
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code().name, caught.value.details()
+
+
+def attempt(peer: Any, method: str, request: Any, metadata: Any) -> Callable[[], Any]:
+    """A call of whatever shape, to the end of its answers."""
+    shape = SHAPES.get(method, "unary_unary")
+    stub = peer.method(method, shape)
+    argument = iter([request]) if shape.startswith("stream") else request
+
+    def call() -> Any:
+        answer = stub(argument, metadata=metadata, timeout=TIMEOUT)
+        return list(answer) if shape.endswith("stream") else answer
+
+    return call
+
+
+# ---- TCP ----
+
+
+def openssl(directory: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+
+def make_authority(directory: Path, name: str) -> None:
+    openssl(
+        directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+        "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2",
+        "-subj", f"/CN={name}",
+    )  # fmt: skip
+
+
+def make_certificate(directory: Path, authority: str, name: str) -> None:
+    openssl(
+        directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+        "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}",
+    )  # fmt: skip
+    (directory / "names.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    openssl(
+        directory, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem",
+        "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2", "-out", f"{name}.pem",
+        "-extfile", "names.ext",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl command to make certificates with")
+    directory = tmp_path_factory.mktemp("certificates")
+    for authority in ("good-ca", "other-ca"):
+        make_authority(directory, authority)
+    for name in ("daemon", "engine-1", "engine-2", "stranger"):
+        make_certificate(directory, "good-ca", name)
+    make_certificate(directory, "other-ca", "forged")
+    return directory
+
+
+@pytest.fixture
+def tcp_daemon(tmp_path: Path, certificates: Path) -> Iterator[Any]:
+    """A daemon that also listens on TCP, for engine-1 and engine-2."""
+    tcp = SimpleNamespace(
+        listen="127.0.0.1:0",
+        cert=str(certificates / "daemon.pem"),
+        key=str(certificates / "daemon.key"),
+        client_ca=str(certificates / "good-ca.pem"),
+    )
+    access = (
+        AccessRule(certificate="engine-1", tenant="default"),
+        AccessRule(certificate="engine-2", tenant="b"),
+    )
+    daemon = ServedStore(tmp_path, config_for_tests(access=access), tcp)
+    yield daemon
+    daemon.close()
+
+
+class TcpPeer:
+    """A client on another host: its certificate, and a channel."""
+
+    def __init__(self, daemon: Any, certificates: Path, name: str) -> None:
+        credentials = grpc.ssl_channel_credentials(
+            (certificates / "good-ca.pem").read_bytes(),
+            (certificates / f"{name}.key").read_bytes(),
+            (certificates / f"{name}.pem").read_bytes(),
+        )
+        target = f"127.0.0.1:{daemon.grpc.tcp_port}"
+        self.peer = GrpcPeer(daemon, channel=grpc.secure_channel(target, credentials))
+        self.end = threading.Event()
+
+    def open(self) -> Any:
+        response = self.peer.call("OpenSession", pb.OpenSessionRequest(client_name="far"))
+        self.peer.token = response.token
+        return response
+
+    def session_stream(self) -> Any:
+        def beats() -> Iterator[pb.Heartbeat]:
+            yield pb.Heartbeat()
+            self.end.wait(TIMEOUT)
+
+        stub = self.peer.method("Session", "stream_stream")
+        return stub(beats(), metadata=self.peer.metadata(), timeout=TIMEOUT)
+
+    def close(self) -> None:
+        self.end.set()
+        self.peer.close()
+
+
+@pytest.fixture
+def connect(tcp_daemon: Any, certificates: Path) -> Iterator[Any]:
+    made: list[TcpPeer] = []
+
+    def connect(name: str) -> TcpPeer:
+        made.append(TcpPeer(tcp_daemon, certificates, name))
+        return made[-1]
+
+    yield connect
+    for peer in made:
+        peer.close()
+
+
+def test_tcp_session_from_open_to_end(connect: Any, tcp_daemon: Any) -> None:
+    """A client on another host puts and fetches inline; its stream's end ends its session."""
+    far = connect("engine-1")
+    opened = far.open()
+    assert (opened.role, list(opened.tenants), opened.staging_bytes) == ("engine", ["default"], 0)
+    stream = far.session_stream()
+    engine = Engine(far.peer)
+    assert not engine.attached.pools
+    done = far.peer.put_inline(engine.inline_messages(TOKENS, [0, 1, 2, 3]))
+    assert done.outcomes == b"\x04" * 4
+    lease = engine.lookup(TOKENS).lease_id
+    fetched = list(far.peer.stream("FetchInline", pb.FetchInlineRequest(lease_id=lease)))
+    assert b"".join(c.data for c in fetched if c.block == 3) == engine.payload(3)
+    reserved = engine.reserve([*TOKENS[:32], *range(900, 932)])
+    run = pb.CommitRun(first_block=2, block_count=1)
+    request = pb.CommitRequest(reservation_id=reserved.reservation_id, runs=[run])
+    with pytest.raises(CallError) as caught:
+        far.peer.call("Commit", request)
+    assert caught.value.code == "FAILED_PRECONDITION"
+    assert "PutInline" in caught.value.message
+    far.end.set()
+    list(stream)
+    store = tcp_daemon.store
+    assert tcp_daemon.eventually(
+        lambda: not store.parts.sessions and len(store.parts.leases) == 0, seconds=1.0
+    )
+
+
+def test_tcp_notices(connect: Any, tcp_daemon: Any) -> None:
+    """A drain reaches TCP clients through their stream."""
+    far = connect("engine-1")
+    far.open()
+    stream = far.session_stream()
+    assert tcp_daemon.eventually(lambda: bool(tcp_daemon.store.parts.sessions))
+    tcp_daemon.on_owner(lambda: tcp_daemon.store.drain(5.0, False))
+    assert next(stream).draining
+
+
+def test_tcp_death_ends_the_session(connect: Any, tcp_daemon: Any) -> None:
+    """I15: when a TCP client's connection breaks, its session ends within a second."""
+    far = connect("engine-1")
+    far.open()
+    stream = far.session_stream()
+    far.peer.call("Renew", pb.RenewRequest())
+    far.peer.channel.close()
+    assert tcp_daemon.eventually(lambda: not tcp_daemon.store.parts.sessions, seconds=1.0)
+    stream.cancel()
+
+
+def test_certificates_without_a_rule(connect: Any) -> None:
+    """I18: a good certificate that no rule names opens nothing."""
+    far = connect("stranger")
+    with pytest.raises(CallError) as caught:
+        far.open()
+    assert caught.value.code == "UNAUTHENTICATED"
+
+
+def test_forged_certificates(connect: Any) -> None:
+    """I18: a certificate of another authority does not get past the handshake."""
+    with pytest.raises(CallError) as caught:
+        connect("forged").open()
+    assert caught.value.code == "UNAVAILABLE"
+
+
+def test_plaintext_and_no_certificate(tcp_daemon: Any, certificates: Path) -> None:
+    """I18: without TLS, or without a certificate, nothing answers on TCP."""
+    target = f"127.0.0.1:{tcp_daemon.grpc.tcp_port}"
+    authority = (certificates / "good-ca.pem").read_bytes()
+    for channel in (
+        grpc.insecure_channel(target),
+        grpc.secure_channel(target, grpc.ssl_channel_credentials(authority)),
+    ):
+        stub = channel.unary_unary("/kvstore.v1.KVStore/OpenSession")
+        code, _ = outcome(partial(stub, b"", timeout=5))
+        assert code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+        channel.close()
+
+
+def test_a_token_is_bound_to_its_certificate(connect: Any) -> None:
+    """I18: a token is worth nothing to another certificate, stream or not."""
+    first, second = connect("engine-1"), connect("engine-2")
+    first.open()
+    second.peer.token = first.peer.token
+    with pytest.raises(CallError) as caught:
+        second.peer.call("Renew", pb.RenewRequest())
+    assert caught.value.code == "UNAUTHENTICATED"
+    for method in ("Subscribe", "PutInline", "Session"):
+        kind = pb.Heartbeat if method == "Session" else getattr(pb, f"{method}Request")
+        code, _ = outcome(attempt(second.peer, method, kind(), second.peer.metadata()))
+        assert code == "UNAUTHENTICATED"
+    first.peer.call("Renew", pb.RenewRequest())
+
+
+def test_tenants_are_bound_to_certificates(connect: Any) -> None:
+    """I8: a certificate attaches to its own tenant only."""
+    far = connect("engine-2")
+    far.open()
+    with pytest.raises(CallError) as caught:
+        Engine(far.peer)
+    assert caught.value.code == "PERMISSION_DENIED"
+    Engine(far.peer, tenant="b")
+
+
+def test_health_needs_a_token_on_tcp(connect: Any) -> None:
+    """I18: on TCP even health is behind the token."""
+    far = connect("engine-1")
+    stub = health_pb2_grpc.HealthStub(far.peer.channel)
+    request = health_pb2.HealthCheckRequest()
+    code, _ = outcome(lambda: stub.Check(request, timeout=TIMEOUT))
+    assert code == "UNAUTHENTICATED"
+    far.open()
+    metadata = far.peer.metadata()
+    assert stub.Check(request, metadata=metadata, timeout=TIMEOUT).status == 1
