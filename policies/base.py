@@ -156,11 +156,12 @@ class LeafHeap:
         return None
 
     def _compact(self, tenant: str, heap: list[tuple[Any, Run]]) -> None:
-        """Drops dead and double entries once they may be half of all."""
-        live = {run for _, run in heap if run.is_leaf(self._tier) and run not in self._parked}
-        # Sorted by what every run of this process and of a replay has alike, not by address.
-        heap[:] = sorted((self._key(run), run) for run in live)
-        self._limits[tenant] = 2 * len(heap) + 64
+        """Drops dead and double entries once they may be a fifth of all."""
+        # A dict keeps the order, which must not depend on addresses: a replay has others.
+        live = dict.fromkeys(run for _, run in heap if run.is_leaf(self._tier))
+        heap[:] = [(self._key(run), run) for run in live if run not in self._parked]
+        heapq.heapify(heap)
+        self._limits[tenant] = len(heap) + len(heap) // 4 + 64
 
 
 class HeapPolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvstore.core.space import Space
@@ -11,6 +12,9 @@ from kvstore.policies.accounts import Accounts, Quota
 from kvstore.policies.actions import Action, Admit, Drop
 from kvstore.policies.base import EvictionPolicy, create
 from kvstore.policies.index import PrefixIndex, Run, Span
+
+# So many runs below a victim are searched for leases; a larger subtree counts as leased.
+SEARCHED_RUNS = 1024
 
 
 class Event(NamedTuple):
@@ -34,6 +38,7 @@ class Residency:
         self.on_event: Callable[[Event], None] | None = None
         self.tick = 0
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
+        self._waiting: dict[Run, EvictionPolicy] = {}
         create(policy)  # An unknown name is refused here, not at the first block.
 
     def attach(self, index: PrefixIndex) -> None:
@@ -145,6 +150,8 @@ class Residency:
             keep = self._keep(run, tier, used - goal)
             if keep is None:
                 policy.park(run)
+                if run.children is not None:
+                    self._waiting[run] = policy
                 continue
             if space.tenant != own:
                 spare = self.accounts.spare(tier, pool, space.tenant)
@@ -168,11 +175,12 @@ class Residency:
         return self.index.keep_for(run, tier, blocks, run.anchored_blocks())
 
     def _may_go(self, run: Run) -> bool:
-        """Whether nothing below in other tiers is leased or STAGING."""
+        """Whether nothing below, in other tiers, is leased or STAGING; no where that is unclear."""
         if run.children is None:
             return True
-        below = (r for r in self.index.runs(run) if r is not run)
-        return not any(r.marks or r.staging is not None for r in below)
+        below = list(islice(self.index.runs(run), 1, SEARCHED_RUNS + 1))
+        busy = any(r.marks or r.staging is not None for r in below)
+        return not busy and len(below) < SEARCHED_RUNS
 
     # What the index tells
 
@@ -208,12 +216,12 @@ class Residency:
         self._policy(tier, run).on_leaf(run)
 
     def on_unanchor(self, run: Run) -> None:
-        here: Run | None = run
-        while here is not None:
-            for policy in self._holders(here):
-                policy.unpark(here)
-            # A copy above may have waited for this one only if it has another tier to be in.
-            here = here.parent if self.index.tier_count > 1 else None
+        for policy in self._holders(run):
+            policy.unpark(run)
+        # What was held by something below, in another tier, is asked again.
+        while self._waiting:
+            above, policy = self._waiting.popitem()
+            policy.unpark(above)
 
     def _policy(self, tier: int, run: Run) -> EvictionPolicy:
         key = (tier, run.root.space.pool)

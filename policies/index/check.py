@@ -76,10 +76,10 @@ def _check_below(tree: Tree, run: Run) -> None:
     below = [0] * tree.tier_count
     for child in children_of(run):
         assert child.parent is run
-        if isinstance(run.children, dict):
-            assert find_child(run.children, child.symbol(0)) is child
+        assert run.children is not None
+        assert find_child(run.children, child.width, child.symbol(0)) is child
         for tier in range(tree.tier_count):
-            holds = child.staging is not None or child.resident_in(tier) or child.below_in(tier)
-            below[tier] += bool(holds)
-    assert not isinstance(run.children, dict) or len(run.children) > 1
+            staged = child.staging is not None and child.staging.tier == tier
+            below[tier] += staged or bool(child.resident_in(tier) or child.below_in(tier))
+    assert not isinstance(run.children, tuple) or len(run.children) > 1
     assert below == [run.below_in(tier) for tier in range(tree.tier_count)]

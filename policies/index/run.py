@@ -20,6 +20,8 @@ RESERVED_PLACE = -2
 
 PLACE_BYTES = 8
 ABSENT = NO_PLACE.to_bytes(PLACE_BYTES, "little", signed=True)
+# So many children are a tuple, searched in order; more are a dict.
+FEW_CHILDREN = 4
 # Wider first symbols are filed by their hash: a second copy would outweigh the block itself.
 WIDE_SYMBOL_BYTES = 128
 
@@ -33,26 +35,33 @@ class Staging:
     """State of a run's STAGING blocks, from `Run.ready` on; arrays are block-major.
 
     `states` and `owners` have one entry a (block, shard), `places` one a (block, tier, shard).
+    In `tier`, where it is being written, it keeps what is above from being a leaf.
     """
 
-    __slots__ = ("owners", "places", "states")
+    __slots__ = ("owners", "places", "states", "tier")
 
-    def __init__(self, states: bytearray, owners: array[int], places: bytearray):
+    def __init__(self, tier: int, states: bytearray, owners: array[int], places: bytearray):
+        self.tier = tier
         self.states = states
         self.owners = owners
         self.places = places
 
     @classmethod
-    def empty(cls, blocks: int, shards: int, tiers: int) -> Staging:
+    def empty(cls, tier: int, blocks: int, shards: int, tiers: int) -> Staging:
         cells = blocks * shards
         return cls(
-            bytearray(cells), array("q", bytes(8 * cells)), bytearray(ABSENT * (cells * tiers))
+            tier,
+            bytearray(cells),
+            array("q", bytes(8 * cells)),
+            bytearray(ABSENT * (cells * tiers)),
         )
 
     def cut(self, blocks: int, shards: int, stride: int) -> Staging:
         """Takes the first `blocks` off into a new Staging."""
         cells, place_bytes = blocks * shards, blocks * stride
-        front = Staging(self.states[:cells], self.owners[:cells], self.places[:place_bytes])
+        front = Staging(
+            self.tier, self.states[:cells], self.owners[:cells], self.places[:place_bytes]
+        )
         del self.states[:cells], self.owners[:cells], self.places[:place_bytes]
         return front
 
@@ -65,7 +74,8 @@ class Run:
     `ready` -1 and a `parent` that leads up to a living one.
 
     The first `ready` blocks are READY, the rest STAGING. `places` holds int64s of the READY blocks,
-    [block][tier][shard]. `children` is None, the only child, or a dict by first symbol.
+    [block][tier][shard]. `children` is None, the only child, a tuple of a few, or a dict by first
+    symbol: most runs have few, and a dict takes as much memory as the run.
     `resident` counts places by tier, `below` the children that keep this run from being a leaf.
     `hits` and `touched` (a logical tick) are the history that eviction policies share; `policy`
     is a policy's own.
@@ -86,7 +96,7 @@ class Run:
         self.ready = 0
         self.places = b""
         self.staging: Staging | None = None
-        self.children: Run | dict[Any, Run] | None = None
+        self.children: Children | None = None
         self.marks: dict[int, Mark] | None = None
         self.resident = 0
         self.below = 0
@@ -112,7 +122,7 @@ class Run:
         return self.resident >> COUNTER_BITS * tier & COUNTER_MASK
 
     def below_in(self, tier: int) -> int:
-        """How many children have something in `tier` in or below them, or are STAGING."""
+        """How many children have something in `tier`, in or below them."""
         return self.below >> COUNTER_BITS * tier & COUNTER_MASK
 
     def is_leaf(self, tier: int) -> bool:
@@ -131,6 +141,9 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run(first={self.first}, count={self.count}, ready={self.ready})"
+
+
+Children = Run | tuple[Run, ...] | dict[bytes | int, Run]
 
 
 class Root:
@@ -213,15 +226,18 @@ def child_key(symbol: bytes) -> bytes | int:
     return symbol if len(symbol) <= WIDE_SYMBOL_BYTES else hash(symbol)
 
 
-def find_child(children: dict[Any, Run], symbol: bytes) -> Run | None:
-    """The child that begins with `symbol`."""
-    if len(symbol) <= WIDE_SYMBOL_BYTES:
-        return children.get(symbol)
-    child = children.get(hash(symbol))
-    # Two symbols of one hash: the later one is filed under itself.
-    if child is None or child.width != len(symbol) or not child.symbols.startswith(symbol):
-        child = children.get(symbol)
-    return child
+def find_child(children: Children, width: int, symbol: bytes) -> Run | None:
+    """The child that begins with `symbol`, which is `width` bytes."""
+    if isinstance(children, dict):
+        child = children.get(child_key(symbol))
+        if child is not None and child.width == width and child.symbols.startswith(symbol):
+            return child
+        # Two symbols of one hash: the later one is filed under itself.
+        return children.get(symbol) if width > WIDE_SYMBOL_BYTES else None
+    for child in children if isinstance(children, tuple) else (children,):
+        if child.width == width and child.symbols.startswith(symbol):
+            return child
+    return None
 
 
 def add_child(parent: Run, child: Run) -> None:
@@ -229,30 +245,37 @@ def add_child(parent: Run, child: Run) -> None:
     children = parent.children
     if children is None:
         parent.children = child
-        return
-    if not isinstance(children, dict):
-        only, children = children, {}
-        children[child_key(_first_symbol(only))] = only
-        parent.children = children
-    symbol = _first_symbol(child)
-    key = child_key(symbol)
-    children[symbol if key in children else key] = child
+    elif isinstance(children, Run):
+        parent.children = (children, child)
+    elif isinstance(children, dict):
+        _file(children, child)
+    elif len(children) < FEW_CHILDREN:
+        parent.children = (*children, child)
+    else:
+        filed: dict[bytes | int, Run] = {}
+        for one in (*children, child):
+            _file(filed, one)
+        parent.children = filed
 
 
 def drop_child(parent: Run, child: Run) -> None:
     """Takes `child` out of its parent's children."""
     children = parent.children
-    if not isinstance(children, dict):
+    if isinstance(children, dict):
+        symbol = child.symbol(0)
+        key = child_key(symbol)
+        if children.get(key) is not child:
+            key = symbol
+        assert children.pop(key) is child, "a run was not among its parent's children"
+        if len(children) <= FEW_CHILDREN // 2:
+            parent.children = tuple(children.values())
+    elif isinstance(children, tuple):
+        left = tuple(one for one in children if one is not child)
+        assert len(left) == len(children) - 1, "a run was not among its parent's children"
+        parent.children = left[0] if len(left) == 1 else left
+    else:
         assert children is child, "a run was not among its parent's children"
         parent.children = None
-        return
-    symbol = child.symbol(0)
-    key = child_key(symbol)
-    if children.get(key) is not child:
-        key = symbol
-    assert children.pop(key) is child, "a run was not among its parent's children"
-    if len(children) == 1:
-        parent.children = next(iter(children.values()))
 
 
 def children_of(run: Run) -> Iterator[Run]:
@@ -260,12 +283,16 @@ def children_of(run: Run) -> Iterator[Run]:
     children = run.children
     if children is None:
         return iter(())
-    return iter(children.values()) if isinstance(children, dict) else iter((children,))
+    if isinstance(children, dict):
+        return iter(children.values())
+    return iter(children if isinstance(children, tuple) else (children,))
 
 
-def _first_symbol(run: Run) -> bytes:
+def _file(children: dict[bytes | int, Run], child: Run) -> None:
     # A run of one block lends its own bytes as the key: no second copy.
-    return run.symbols if run.count == 1 else run.symbols[: run.width]
+    symbol = child.symbols if child.count == 1 else child.symbol(0)
+    key = child_key(symbol)
+    children[symbol if key in children else key] = child
 
 
 def common_blocks(symbols: bytes, data: bytes, offset: int, width: int) -> int:

@@ -134,14 +134,15 @@ class StagedTree(PlacedTree):
                 if not blocks:
                     return
                 symbols = segment.symbols[start * width : (start + blocks) * width]
-                run = self._add_staging(run, symbols, width)
+                run = self._add_staging(run, symbols, width, grant.tier)
                 self._reserve(run, 0, blocks, grant)
                 left -= blocks
             skip = max(0, skip - count)
 
-    def _add_staging(self, parent: Run, symbols: bytes, width: int) -> Run:
+    def _add_staging(self, parent: Run, symbols: bytes, width: int, tier: int) -> Run:
         run = Run(parent.root, parent, parent.first + parent.count, symbols, width)
-        run.staging = Staging.empty(run.count, run.root.space.shard_count, self.tier_count)
+        shards = run.root.space.shard_count
+        run.staging = Staging.empty(tier, run.count, shards, self.tier_count)
         self._link(parent, run)
         return run
 

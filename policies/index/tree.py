@@ -13,6 +13,7 @@ from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
 from kvstore.policies.index.listener import IndexListener, SilentListener
 from kvstore.policies.index.run import (
     COUNTER_BITS,
+    COUNTER_MASK,
     MAX_RUN_BLOCKS,
     Anchor,
     Mark,
@@ -95,11 +96,14 @@ class Tree:
 
     def _held(self, run: Run) -> int:
         """Bit mask of the tiers in which `run` keeps its parent from being a leaf."""
+        counters = run.resident | run.below
         if self.tier_count == 1:
-            return 1 if run.staging is not None or run.resident or run.below else 0
-        if run.staging is not None:
-            return (1 << self.tier_count) - 1
-        return sum(1 << t for t in self._tiers if run.resident_in(t) or run.below_in(t))
+            return 1 if counters or run.staging is not None else 0
+        held = 0 if run.staging is None else 1 << run.staging.tier
+        for tier in self._tiers:
+            if counters >> COUNTER_BITS * tier & COUNTER_MASK:
+                held |= 1 << tier
+        return held
 
     def _lift(self, run: Run, held: int) -> None:
         """Carries a change of `_held(run)`, which was `held`, up to the ancestors' counters."""
