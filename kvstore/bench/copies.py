@@ -40,14 +40,14 @@ def fastest(medians: Mapping[str, float], names: Sequence[str]) -> tuple[str, fl
     return name, medians[name]
 
 
-def windows(blocks: int, count: int) -> list[np.ndarray]:
+def windows(blocks: int, count: int) -> list[list[np.ndarray]]:
     """`count` targets of `blocks` 1 MiB blocks each.
 
     A put writes to memory that no cache holds; a copy to the same target again and again would
     not, and be compared with it unfairly.
     """
     rows = prefaulted((blocks * count, 1 << 20))
-    return [rows[i * blocks : (i + 1) * blocks] for i in range(count)]
+    return [list(rows[i * blocks : (i + 1) * blocks]) for i in range(count)]
 
 
 def prefaulted(shape: tuple[int, int]) -> np.ndarray:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
+
 from kvstore.bench.copies import copy_actions, prefaulted, windows
 from kvstore.bench.subject import MIB, Subject
 from kvstore.core.clock import perf_seconds
@@ -24,7 +26,7 @@ class PutClient:
         self._blocks = blocks
         self._source = prefaulted((blocks, MIB))
         self._copies = copy_actions(list(self._source), *windows(blocks, WINDOWS))
-        self._put: list[object] = []
+        self._put: list[np.ndarray] = []
         self._next()
 
     def _next(self) -> None:

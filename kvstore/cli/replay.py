@@ -19,11 +19,12 @@ from kvstore.cli.output import (
     socket_option,
     target,
 )
-from kvstore.core.errors import StoreUnavailable
+from kvstore.core.errors import PermissionDenied, StoreUnavailable
 from kvstore.core.sizes import format_bytes
 
 OnProgress = Callable[[dict[str, int]], None]
 POOL_SHARE = 2  # of the trace's unique blocks, one in so many fits into a pool of our own
+UNKNOWN_POOL_BYTES = 1 << 30
 BYTES_PER_TOKEN_STEP = 8  # 512 tokens of 8 bytes are a 4 KiB slot, the smallest there is
 # Adopted slots rest for one maximum lease before reuse: a short replay cannot wait a minute.
 SHORT_LEASES = {"limits": {"lease_ttl_seconds": 2.0, "max_lease_ttl_seconds": 2.0}}
@@ -76,7 +77,7 @@ def command(
         replay = stack.enter_context(LiveReplay(trace, daemon.target, directory, options))
         on_progress = stack.enter_context(progress_bar("replaying", replay.request_count))
         result = replay.run(on_progress)
-        result = {"trace": str(trace), **result, "readopted_blocks": 0, **daemon.facts()}
+        result = {"trace": str(trace), **result, **daemon.facts()}
     if as_json:
         print_json(result)
     else:
@@ -88,16 +89,24 @@ class RunningDaemon:
     """A daemon that somebody else runs."""
 
     def __init__(self, address: str) -> None:
+        self.target = address
+
+    def status(self) -> dict[str, Any] | None:
+        """The status, None where this user may not read it; raises StoreUnavailable."""
         from kvstore.replay.status import read_status
 
-        self.target, self._read = address, read_status
+        try:
+            return read_status(self.target)
+        except PermissionDenied:
+            return None
 
     def pool_bytes(self) -> int:
-        return int(self._read(self.target)["tiers"]["host"]["capacity_bytes"])
+        status = self.status()
+        return int(status["tiers"]["host"]["capacity_bytes"]) if status else UNKNOWN_POOL_BYTES
 
     def facts(self) -> dict[str, Any]:
-        status = self._read(self.target)
-        return {"own_daemon": False, "readopted_blocks": status["readopted_blocks"]}
+        status = self.status()
+        return {"own_daemon": False, "readopted_blocks": status and status["readopted_blocks"]}
 
 
 class OwnedDaemon(RunningDaemon):
@@ -114,7 +123,7 @@ def daemon_for(socket: str | None) -> Iterator[RunningDaemon]:
 
     running = RunningDaemon(target(socket))
     try:
-        running.pool_bytes()
+        running.status()
     except StoreUnavailable:
         if socket:
             raise
@@ -136,7 +145,7 @@ def fitting_bytes_per_token(trace: Path, daemon: RunningDaemon, limit: int) -> i
 def bytes_per_token_for(requests: list[Any], pool_bytes: int) -> int:
     unique = {i for r in requests for i in r.hash_ids[: r.full_blocks]}
     tokens = max(len(unique), 1) * requests[0].block_size
-    fitting = POOL_SHARE * pool_bytes // tokens
+    fitting: int = POOL_SHARE * pool_bytes // tokens
     # One request must neither fill the pool nor more than a client's buffer.
     longest = max(max(r.full_blocks for r in requests) * requests[0].block_size, 1)
     fitting = min(fitting, pool_bytes // 16 // longest, (1 << 29) // longest)

@@ -42,8 +42,10 @@ class AttachedSpace:
 class Freshness(Protocol):
     """In which life of the daemon blocks were last stored; a Board, or nothing."""
 
-    phase: int
-    stored_phase: np.ndarray
+    @property
+    def phase(self) -> int: ...
+    @property
+    def stored_phase(self) -> np.ndarray: ...
 
 
 class TraceEngine:
@@ -83,7 +85,7 @@ class TraceEngine:
 
     def _restore(self, attached: AttachedSpace, match: Any, keys: list[bytes]) -> int:
         """Copies the match out and checks it; answers with the blocks that came back right."""
-        count = match.restore_tokens // self._block_size
+        count: int = match.restore_tokens // self._block_size
         if not count:
             return 0
         start = perf_seconds()

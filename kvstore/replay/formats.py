@@ -13,7 +13,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, cast
 
 import msgspec
 import zstandard
@@ -176,7 +176,7 @@ def open_trace(path: str | Path) -> IO[bytes]:
         )
         return io.BufferedReader(stream, 1 << 18)
     if magic[:2] == GZIP_MAGIC:
-        return _GzipReader(raw)
+        return cast(IO[bytes], _GzipReader(raw))
     return raw
 
 
@@ -215,7 +215,8 @@ def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> int:
 
 def _create(path: Path, suffix: str) -> IO[bytes]:
     if suffix == ".zst":
-        return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=ZSTD_LEVEL))
+        compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        return cast(IO[bytes], zstandard.open(path, "wb", cctx=compressor))
     if suffix == ".gz":
-        return gzip.open(path, "wb")
+        return cast(IO[bytes], gzip.open(path, "wb"))
     return open(path, "wb")

@@ -46,7 +46,7 @@ def space_epoch(client: KVClient, space_id: bytes) -> int:
 
 def plain(message: Any) -> dict[str, Any]:
     """A message's fields, unset ones included, as dictionaries, lists and numbers."""
-    values = {}
+    values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if hasattr(value, "items"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 
 from kvstore.cli.main import run
 from kvstore.cli.replay import bytes_per_token_for
+from kvstore.core.clock import perf_seconds, sleep
 from kvstore.replay.formats import BUNDLED, load_trace, write_trace
-from kvstore.replay.live import LiveReplay, ReplayOptions
+from kvstore.replay.live import LiveReplay, ReplayError, ReplayOptions
 from kvstore.replay.own_daemon import MEMORY_FILE_SYSTEM, PREFIX, OwnDaemon, sweep
 
 MIB = 1 << 20
@@ -84,8 +87,6 @@ def test_killed_daemon_comes_back_with_its_blocks(
 
 def test_client_failure_is_one_sentence(trace: Path, tmp_path: Path) -> None:
     """A replay against nobody says so at once and leaves no process."""
-    from kvstore.replay.live import ReplayError
-
     target = f"unix://{tmp_path}/nobody.sock"
     with (
         LiveReplay(trace, target, tmp_path, options()) as replay,
@@ -132,6 +133,30 @@ def test_demo_kills_verifies_and_cleans_up() -> None:
     assert result["readopted_blocks"] > 0
     assert result["readopted_hit_tokens"] > 0
     assert left_behind() <= before
+
+
+def test_interrupted_demo_leaves_nothing() -> None:
+    """Ctrl-C and SIGTERM in the middle of a demo remove daemon, pool and directories (exit 130)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = left_behind()
+        demo = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.cli.main", "demo", "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/",
+        )  # fmt: skip
+        mine = f"{PREFIX}{demo.pid}-"
+        until(lambda mine=mine: any(name.startswith(mine) for name in left_behind()))
+        sleep(1.0)
+        demo.send_signal(number)
+        out, _ = demo.communicate(timeout=30)
+        assert (demo.returncode, out) == (130, b"")
+        assert left_behind() <= before
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = perf_seconds() + seconds
+    while not condition():
+        assert perf_seconds() < end, "it did not happen in time"
+        sleep(0.02)
 
 
 def test_sweep_removes_what_the_dead_left(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from kvstore.cli.main import run
 from kvstore.cli.top import SPARKS, Watch, bar, duration, spark
+from kvstore.replay.own_daemon import OwnDaemon
 
 GIB = 1 << 30
 
@@ -75,3 +80,21 @@ def test_bar_and_spark() -> None:
     assert spark([0, 0]) == SPARKS[0] * 2
     assert spark([1, 2, 4])[-1] == SPARKS[-1]
     assert duration(59.9) == "0:00:59"
+
+
+def test_once_reads_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+    """--once prints one view and leaves; --json prints one document and nothing else."""
+    with OwnDaemon(64 << 20) as daemon:
+        assert run(["top", "--once", "--interval", "0.1", "--socket", daemon.socket]) == 0
+        assert "serving" in capsys.readouterr().out
+        assert run(["top", "--json", "--interval", "0.1", "--socket", daemon.socket]) == 0
+        out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out)["state"] == "serving"
+    assert "lookups_per_second" in json.loads(out)["rates"]
+
+
+def test_no_daemon_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a daemon there is one sentence and exit 3."""
+    assert run(["top", "--once", "--socket", str(tmp_path / "nobody.sock")]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
