@@ -55,12 +55,13 @@ class Lease:
     """One granted lease. `anchor` ties it to the index; blocks [0, block_count) are covered.
 
     Shared by all sessions of `engine` (the ranks of one engine); it ends by release, finish, its
-    time, or the death of the engine's last session.
+    time, or the death of the engine's last session. `holders` are the sessions that looked it up:
+    a release counts when the last of them has released. `result` has the slots of `shard`.
     """
 
     __slots__ = (
-        "anchor", "attachment", "block_count", "engine", "expires", "id", "leased_bytes",
-        "local_tokens", "request_id", "result", "symbols_digest",
+        "anchor", "attachment", "block_count", "engine", "expires", "holders", "id",
+        "leased_bytes", "local_tokens", "request_id", "result", "shard", "symbols_digest",
     )  # fmt: skip
 
     def __init__(
@@ -76,4 +77,6 @@ class Lease:
         self.leased_bytes = 0
         self.expires = 0.0
         self.symbols_digest = b""
+        self.holders: set[Any] = set()
+        self.shard = 0
         self.result: Any = None

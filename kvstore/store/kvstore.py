@@ -211,7 +211,7 @@ class KVStore:
         for lease_id in lease_ids:
             lease = self._own(session, lease_id)
             if lease is not None:
-                self.parts.leases.end(lease, "release")
+                self.parts.leases.release(lease, session)
 
     def renew(self, session: Session, lease_ids: Iterable[int]) -> tuple[list[int], float]:
         """Extends leases; answers with those that no longer live, and the time to live."""

@@ -39,22 +39,24 @@ class LeaseTable:
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
 
-    def add(
-        self, attachment: Attachment, request_id: str, local_tokens: int, block_count: int
-    ) -> Lease:
-        """A new lease of `attachment`'s engine; the caller has checked the limits."""
+    def add(self, attachment: Attachment, request_id: str, local_tokens: int) -> Lease:
+        """A new lease of `attachment`'s engine; it covers nothing yet."""
         lease = Lease(self._next_id(), attachment.engine, attachment, request_id, local_tokens)
-        space = attachment.space
-        lease.block_count = block_count
-        lease.leased_bytes = block_count * space.slot_bytes * space.shard_count
-        lease.expires = self._clock.now() + self.ttl_seconds
         self._leases[lease.id] = lease
-        self._deadlines.set(lease.id, lease.expires)
         attachment.engine.leases[lease.id] = lease
         if request_id:
-            attachment.engine.by_request[space.number, request_id] = lease
-        self._count(lease, 1)
+            attachment.engine.by_request[attachment.space.number, request_id] = lease
+        attachment.session.lease_count += 1
+        self.renew(lease)
         return lease
+
+    def cover(self, lease: Lease, block_count: int) -> None:
+        """A lease covers so many blocks from now on; the caller has checked the limits."""
+        space = lease.attachment.space
+        before, lease.block_count = lease.leased_bytes, block_count
+        lease.leased_bytes = block_count * space.slot_bytes * space.shard_count
+        self._count(lease, lease.leased_bytes - before)
+        self.renew(lease)
 
     def of_request(self, attachment: Attachment, request_id: str) -> Lease | None:
         return attachment.engine.by_request.get((attachment.space.number, request_id))
@@ -72,8 +74,19 @@ class LeaseTable:
         key = (lease.attachment.space.number, lease.request_id)
         if engine.by_request.get(key) is lease:
             del engine.by_request[key]
-        self._count(lease, -1)
+        lease.attachment.session.lease_count -= 1
+        self._count(lease, -lease.leased_bytes)
         self._on_end(lease, reason)
+
+    def release(self, lease: Lease, session: Session) -> None:
+        """A session is done with a lease: it ends with the last of those that looked it up.
+
+        A session that got the lease's id from another rank ends it at once.
+        """
+        if session in lease.holders and len(lease.holders) > 1:
+            lease.holders.discard(session)
+        else:
+            self.end(lease, "release")
 
     def end_all(self, leases: Iterable[Lease], reason: str) -> int:
         ended = list(leases)
@@ -100,10 +113,8 @@ class LeaseTable:
         for lease in self._leases.values():
             assert lease.engine.leases[lease.id] is lease
 
-    def _count(self, lease: Lease, sign: int) -> None:
+    def _count(self, lease: Lease, amount: int) -> None:
         session: Session = lease.attachment.session
-        amount = sign * lease.leased_bytes
-        session.lease_count += sign
         session.leased_bytes += amount
         self.leased_bytes += amount
         tenant = lease.attachment.space.tenant

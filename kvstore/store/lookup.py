@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import xxhash
 
 from kvstore.core.clock import perf_seconds
@@ -90,13 +91,14 @@ class LookupFlow:
     ) -> LookupResult:
         if walk is not None and (attachment.session.closed or attachment.space.closing):
             walk = None
-        if query.request_id:
-            self._end_old(attachment, query.request_id)
+        live = self._live(attachment, query, local_tokens)
         block_size = attachment.space.block_size
         wanted = query.chain.block_count
         ready = self._ready_blocks(walk)
         pending = (walk.known_blocks - ready) * block_size if walk is not None else 0
-        granted, limit = self._within_limits(attachment, ready)
+        if live is not None and ready <= live.block_count:
+            return self._again(attachment, live)
+        granted, limit = self._within_limits(attachment, ready, live)
         matched, local = granted * block_size, min(local_tokens, granted * block_size)
         found = "hit" if granted == wanted and granted else "partial" if granted else "miss"
         seconds = perf_seconds() - self._since
@@ -104,19 +106,28 @@ class LookupFlow:
         if not granted or walk is None:
             reason = limit or _miss_reason(wanted, pending)
             return LookupResult(0, 0, pending, RECOMPUTE_ALL, reason)
-        return self._grant(attachment, query, local_tokens, walk, granted, pending, limit, local)
+        if live is not None and granted <= live.block_count:
+            return self._again(attachment, live)
+        if live is None:
+            live = self._parts.leases.add(attachment, query.request_id, local_tokens)
+            live.symbols_digest = _digest(query) if query.request_id else b""
+        return self._grant(attachment, live, walk, granted, pending, limit, local)
 
     def _grant(
-        self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk, granted: int,
-        pending: int, limit: str, local: int,
+        self, attachment: Attachment, lease: Lease, walk: Walk, granted: int, pending: int,
+        limit: str, local: int,
     ) -> LookupResult:  # fmt: skip
+        """Has `lease`, a new one or one that grows, cover `granted` blocks."""
         parts, space = self._parts, attachment.space
         matched = granted * space.block_size
         path = cut_path(walk.path, granted)
         path = parts.residency.access(path)
-        lease = parts.leases.add(attachment, query.request_id, local_tokens, granted)
         run, _, stop = path[-1]
-        lease.anchor = parts.index.anchor(run, stop, lease.id)
+        shorter, lease.anchor = lease.anchor, parts.index.anchor(run, stop, lease.id)
+        if shorter is not None:
+            parts.index.unanchor(shorter)
+        parts.leases.cover(lease, granted)
+        lease.holders.add(attachment.session)
         restored = matched - local
         restored_blocks = granted - local // space.block_size
         parts.recorder.restored(TIER_NAMES[HOST], restored_blocks * space.block_bytes)
@@ -128,22 +139,43 @@ class LookupFlow:
             reason=limit or _load_reason(restored, local),
             lease_id=lease.id,
             lease_ttl_seconds=parts.leases.ttl_seconds,
-            slots=self.slots(lease, path, local // space.block_size),
+            slots=self.slots(path, attachment.shard, local // space.block_size),
         )
-        if query.request_id:
-            lease.symbols_digest = _digest(query)
+        lease.shard = attachment.shard
         return lease.result
 
-    def _end_old(self, attachment: Attachment, request_id: str) -> None:
-        """The request's earlier lease was for other content: this answer takes its place."""
-        old = self._parts.leases.of_request(attachment, request_id)
-        if old is not None:
-            self._parts.leases.end(old, "replaced")
+    def _live(self, attachment: Attachment, query: Query, local_tokens: int) -> Lease | None:
+        """The lease that an identical lookup of this request got; one of other content ends."""
+        if not query.request_id:
+            return None
+        lease = self._parts.leases.of_request(attachment, query.request_id)
+        if lease is None or self._is_same(lease, query, local_tokens):
+            return lease
+        self._parts.leases.end(lease, "replaced")
+        return None
 
-    def slots(self, lease: Lease, path: list[Any], first_block: int) -> Slots:
-        """Where the blocks of `path` from `first_block` on lie, and their generations."""
+    def _is_same(self, lease: Lease, query: Query, local_tokens: int) -> bool:
+        return (
+            lease.anchor.run is not None
+            and lease.local_tokens == local_tokens
+            and lease.symbols_digest == _digest(query)
+        )
+
+    def _again(self, attachment: Attachment, lease: Lease) -> LookupResult:
+        """A live lease's answer, renewed: with the slots of whichever rank's shard asks."""
+        parts, result = self._parts, lease.result
+        parts.leases.renew(lease)
+        lease.holders.add(attachment.session)
+        if lease.shard == attachment.shard:
+            return result
+        path = parts.index.path(lease.anchor)
+        slots = self.slots(path, attachment.shard, result.slots.first_block)
+        return msgspec.structs.replace(result, slots=slots)
+
+    def slots(self, path: list[Any], shard: int, first_block: int) -> Slots:
+        """Where a shard of the blocks of `path` from `first_block` on lies, and generations."""
         parts = self._parts
-        places = parts.index.places(path, HOST, lease.attachment.shard)
+        places = parts.index.places(path, HOST, shard)
         if first_block:
             places = places[first_block - path[0][0].first - path[0][1] :]
         return Slots(first_block, places, parts.host.generations(places))
@@ -155,44 +187,47 @@ class LookupFlow:
             return self._verifier.checked_blocks(walk)
         return walk.ready_blocks
 
-    def _within_limits(self, attachment: Attachment, ready: int) -> tuple[int, str]:
-        """How many of `ready` blocks may be leased, and the limit that cut them, if one did."""
+    def _within_limits(
+        self, attachment: Attachment, ready: int, live: Lease | None
+    ) -> tuple[int, str]:
+        """How many of `ready` blocks may be leased, and the limit that cut them, if one did.
+
+        What the request's live lease holds already counts as free.
+        """
         if not ready:
             return 0, ""
         parts, session, space = self._parts, attachment.session, attachment.space
         limits, block = parts.limits, space.slot_bytes * space.shard_count
-        if session.lease_count >= limits.leases_per_session:
+        if live is None and session.lease_count >= limits.leases_per_session:
             parts.recorder.limit_rejected("leases_per_session")
             return 0, (
                 f"the session holds {session.lease_count} leases, the limit "
                 "limits.leases_per_session; release or finish requests"
             )
-        tenant = parts.leases.by_tenant.get(space.tenant, 0)
-        for name, held in (
-            ("leased_bytes_per_session", session.leased_bytes),
-            ("leased_bytes_per_tenant", tenant),
-        ):
-            fit = max(0, int(getattr(limits, name)) - held) // block
-            if fit < ready:
-                parts.recorder.limit_rejected(name)
-                return fit, f"limits.{name} allows {fit} of {ready} matched blocks to be leased now"
-        return ready, ""
+        own = live.leased_bytes if live is not None else 0
+        held = {
+            "leased_bytes_per_session": session.leased_bytes
+            - (own if live is not None and live.attachment.session is session else 0),
+            "leased_bytes_per_tenant": parts.leases.by_tenant.get(space.tenant, 0) - own,
+        }
+        fits = {name: max(0, int(getattr(limits, name)) - held[name]) // block for name in held}
+        name, fit = min(fits.items(), key=lambda item: item[1])
+        if fit >= ready:
+            return ready, ""
+        parts.recorder.limit_rejected(name)
+        return fit, f"limits.{name} allows {fit} of {ready} matched blocks to be leased now"
 
     def _repeated(
         self, attachment: Attachment, query: Query, local_tokens: int
     ) -> LookupResult | None:
         """The live answer of an identical lookup, its lease renewed; None when it differs."""
-        if not query.request_id:
+        if not query.request_id or attachment.space.closing:
             return None
         lease = self._parts.leases.of_request(attachment, query.request_id)
-        if lease is None or lease.anchor.run is None or lease.result.pending_tokens:
+        if lease is None or not self._is_same(lease, query, local_tokens):
             return None
-        if lease.local_tokens != local_tokens or lease.symbols_digest != _digest(query):
-            return None
-        if lease.attachment.shard != attachment.shard:
-            return None
-        self._parts.leases.renew(lease)
-        return lease.result
+        # Pending blocks may have become READY: then the lease grows.
+        return None if lease.result.pending_tokens else self._again(attachment, lease)
 
 
 def settle(answer: Completion[Any], finish: Callable[[], Any]) -> None:

@@ -31,7 +31,7 @@ class RestoreFlow:
         lease = self.owned(session, lease_id)
         path = self._path(lease, first_block, block_count)
         if path:
-            emit(self._lookups.slots(lease, path, first_block))
+            emit(self._lookups.slots(path, shard_of(session, lease), first_block))
         done: Completion[None] = Completion()
         done.resolve(None)
         return done
@@ -52,7 +52,7 @@ class RestoreFlow:
         lease = self.owned(session, lease_id)
         run, start, _ = self._path(lease, position, 1)[0]
         parts, space = self._parts, lease.attachment.space
-        shard, length = lease.attachment.shard, space.block_bytes
+        shard, length = shard_of(session, lease), space.block_bytes
         place = parts.index.place(run, start, shard, HOST)
         checksum = parts.host.checksum(place)
         reader = parts.start_reading()
@@ -94,3 +94,13 @@ class RestoreFlow:
             if start < stop:
                 path.append(Span(run, start, stop))
         return path
+
+
+def shard_of(session: Session, lease: Lease) -> int:
+    """The shard that a session reads under a lease: its own, whichever rank looked it up."""
+    attachment = lease.attachment
+    if attachment.session is not session:
+        for own in session.attachments.values():
+            if own.engine is lease.engine and own.space is attachment.space:
+                return own.shard
+    return attachment.shard

@@ -17,7 +17,7 @@ class SimulatedMover:
 
     def __init__(self, random: Random, queue_bytes: int = 1 << 30) -> None:
         self._random = random
-        self._queue_bytes = queue_bytes
+        self.queue_bytes = queue_bytes
         self._waiting: list[Job] = []
         self._moved: list[tuple[Job, Moved]] = []
         self._bytes: dict[str, int] = {}
@@ -30,7 +30,7 @@ class SimulatedMover:
 
     def submit(self, job: Job) -> bool:
         queued = self._bytes.get(job.link, 0)
-        if self._closed or (queued and queued + job.byte_count > self._queue_bytes):
+        if self._closed or (queued and queued + job.byte_count > self.queue_bytes):
             return False
         self._bytes[job.link] = queued + job.byte_count
         self._waiting.append(job)

@@ -17,6 +17,7 @@ from kvstore.core.clock import Clock, ManualClock, SystemClock
 from kvstore.core.completion import Completion
 from kvstore.core.config import Config, load
 from kvstore.core.config_input import merge
+from kvstore.core.config_rules import POOL_BYTES_MIN
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.machine import FixedMachine
@@ -69,7 +70,7 @@ class InProcessStore:
         self._directory = Path(directory) if directory is not None else None
         self._owns_tier = tier is None
         if tier is not None:
-            size = tier.usage().capacity_bytes
+            size = max(tier.usage().capacity_bytes, POOL_BYTES_MIN)
         self.config = _configure(size, self._directory, sections or {})
         self.lock = threading.RLock()
         self._deferred: deque[Callable[[], None]] = deque()
