@@ -13,6 +13,7 @@ from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
 from kvstore.server.status_messages import space_message, status_response, tenant_message
 from kvstore.server.steps import mapped
+from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
 
 SPACE_ID_BYTES = 32
@@ -24,7 +25,7 @@ Counters = Callable[[], Mapping[str, float]]
 class AdminCalls:
     """Handlers of operators' calls, `(session, request) -> response or Completion`."""
 
-    def __init__(self, store: Any, counters: Counters) -> None:
+    def __init__(self, store: KVStore, counters: Counters) -> None:
         self._store = store
         self._counters = counters
 
@@ -61,7 +62,9 @@ class AdminCalls:
         pinned = self._store.pin(
             session, request.request_id, request.block_key, request.ttl_seconds
         )
-        return _later(pinned, pin_response)
+        if isinstance(pinned, Completion):
+            return mapped(pinned, pin_response)
+        return pin_response(pinned)
 
     def unpin(self, session: Session, request: pb.UnpinRequest) -> pb.UnpinResponse:
         _one_of(pin_id=request.pin_id, request_id=request.request_id, block_key=request.block_key)
@@ -71,9 +74,7 @@ class AdminCalls:
         )
         return pb.UnpinResponse(released_pins=released)
 
-    def clear(
-        self, session: Session, request: pb.ClearRequest
-    ) -> pb.ClearResponse | Completion[pb.ClearResponse]:
+    def clear(self, session: Session, request: pb.ClearRequest) -> Completion[pb.ClearResponse]:
         _one_of(space_id=request.space_id, tenant=request.tenant, all=request.all)
         if request.space_id:
             translate.digest("space_id", request.space_id, SPACE_ID_BYTES)
@@ -81,14 +82,14 @@ class AdminCalls:
             space_id=request.space_id or None,
             tenant=translate.text("tenant", request.tenant) or None,
         )
-        return _later(removed, lambda count: pb.ClearResponse(removed_blocks=count))
+        return mapped(removed, lambda count: pb.ClearResponse(removed_blocks=count))
 
     def bump_epoch(
         self, session: Session, request: pb.BumpEpochRequest
-    ) -> pb.BumpEpochResponse | Completion[pb.BumpEpochResponse]:
+    ) -> Completion[pb.BumpEpochResponse]:
         translate.digest("space_id", request.space_id, SPACE_ID_BYTES)
         bumped = self._store.bump_epoch(request.space_id)
-        return _later(bumped, lambda r: pb.BumpEpochResponse(epoch=r[0], removed_blocks=r[1]))
+        return mapped(bumped, lambda r: pb.BumpEpochResponse(epoch=r[0], removed_blocks=r[1]))
 
     def drain(self, session: Session, request: pb.DrainRequest) -> pb.DrainResponse:
         if translate.seconds("deadline_seconds", request.deadline_seconds) > DRAIN_SECONDS_MAX:
@@ -98,11 +99,9 @@ class AdminCalls:
         self._store.drain(request.deadline_seconds, request.free)
         return pb.DrainResponse()
 
-    def verify(
-        self, session: Session, request: pb.VerifyRequest
-    ) -> pb.VerifyResponse | Completion[pb.VerifyResponse]:
+    def verify(self, session: Session, request: pb.VerifyRequest) -> Completion[pb.VerifyResponse]:
         result = self._store.verify(translate.text("tier", request.tier))
-        return _later(result, verify_response)
+        return mapped(result, verify_response)
 
     def flush(self, session: Session, request: pb.FlushRequest) -> pb.FlushResponse:
         raise FailedPrecondition("there is no disk tier to flush to; nothing outlives a reboot")
@@ -127,10 +126,6 @@ def verify_response(result: VerifyResult) -> pb.VerifyResponse:
         verified_bytes=result.verified_bytes,
         findings=result.findings,
     )
-
-
-def _later(value: Any, change: Any) -> Any:
-    return mapped(value, change) if isinstance(value, Completion) else change(value)
 
 
 def _one_of(**fields: Any) -> None:

@@ -11,6 +11,7 @@ from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
 from kvstore.server.steps import mapped
 from kvstore.server.streams import Restores
+from kvstore.store.kvstore import KVStore
 from kvstore.store.parts import RESERVE_BLOCKS_MAX
 from kvstore.store.sessions import Attachment, Session
 
@@ -24,7 +25,7 @@ _ABORTED = pb.AbortResponse()
 class EngineCalls:
     """Handlers of an engine's unary calls, `(session, request) -> response or Completion`."""
 
-    def __init__(self, store: Any, restores: Restores) -> None:
+    def __init__(self, store: KVStore, restores: Restores) -> None:
         self._store = store
         self._restores = restores
 

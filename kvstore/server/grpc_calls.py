@@ -42,7 +42,7 @@ _METHOD_OF_PATH = {
 _log = logging.getLogger("kvstore.server")
 
 
-class Gate(grpc.GenericRpcHandler):
+class Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Answers UNAUTHENTICATED to whoever has no session, whatever the method is called.
 
     `with_certificates` is the TCP side: sessions open here, for the certificate's name, and each

@@ -62,6 +62,7 @@ class GrpcServer:
         self._tcp = tcp
         self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
+        self._bound = False
         self.tcp_port = 0
 
     async def start(self) -> None:
@@ -71,6 +72,7 @@ class GrpcServer:
         unix = self._server(with_certificates=False)
         with sockets.private_umask():
             unix.add_insecure_port(f"unix:{self._path}")
+        self._bound = True
         sockets.share_with(self._path, self._group)
         if self._tcp is not None:
             self._listen_tcp(self._server(with_certificates=True), self._tcp)
@@ -88,7 +90,8 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
         servers, self._servers = self._servers, []
         await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
-        self._path.unlink(missing_ok=True)
+        if self._bound:
+            self._path.unlink(missing_ok=True)
 
     def _server(self, with_certificates: bool) -> grpc.aio.Server:
         server = grpc.aio.server(options=self._options(), maximum_concurrent_rpcs=CALLS_MAX)

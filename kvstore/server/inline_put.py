@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvstore.core.completion import Completion
 from kvstore.core.errors import InvalidRequest, LimitReached, NotFound
 from kvstore.core.plan import BlockOutcome, CommitRun
@@ -11,6 +9,7 @@ from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.budget import MessageBudget
 from kvstore.server.engine_calls import EngineCalls
 from kvstore.server.steps import Steps, drive
+from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
 
 
@@ -21,7 +20,7 @@ class InlinePut:
     """
 
     def __init__(
-        self, store: Any, calls: EngineCalls, session: Session, budget: MessageBudget
+        self, store: KVStore, calls: EngineCalls, session: Session, budget: MessageBudget
     ) -> None:
         self._store = store
         self._calls = calls

@@ -101,13 +101,13 @@ class LanePeer:
         self, kind: int, method: int, flags: int, call_id: int, payload: memoryview
     ) -> None:
         if kind != REQUEST:
-            error = InvalidRequest(f"a frame of kind {kind} came; clients send requests only")
-            self._refuse(method, call_id, error)
+            message = f"a frame of kind {kind} came; clients send requests only"
+            self._refuse(method, call_id, InvalidRequest(message))
         elif self._session is None:
             self._open(method, call_id, payload)
         elif method >= len(METHODS):
-            error = NotImplementedYet(f"method number {method} is not in this version")
-            self._answer_error(method, flags, call_id, error)
+            message = f"method number {method} is not in this version"
+            self._answer_error(method, flags, call_id, NotImplementedYet(message))
         else:
             try:
                 self._call(self._session, method, flags, call_id, payload)

@@ -25,6 +25,7 @@ from kvstore.server.status import status_of
 from kvstore.server.steps import mapped
 from kvstore.server.streams import Cancel, Done, Emit, Restores, start_fetch
 from kvstore.server.subscription import EventStream
+from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
 
 UNARY, STREAM, OTHER = "unary", "stream", "other"
@@ -52,7 +53,7 @@ class Service:
 
     def __init__(
         self,
-        store: Any,
+        store: KVStore,
         recorder: Recorder = NO_RECORDER,
         counters: Counters = dict,
     ) -> None:

@@ -14,7 +14,7 @@ from kvstore.core.lane import PROTOCOL_MINOR
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.access import Access, Grant, describe
 from kvstore.server.staging import Staging, StagingBudget
-from kvstore.store.kvstore import SESSION_TTL_SECONDS
+from kvstore.store.kvstore import SESSION_TTL_SECONDS, KVStore
 from kvstore.store.parts import RESERVE_BLOCKS_MAX
 from kvstore.store.sessions import Identity, Session
 
@@ -52,7 +52,7 @@ class Sessions:
 
     def __init__(
         self,
-        store: Any,
+        store: KVStore,
         access: Access,
         limits: SessionLimits,
         staging: StagingBudget,

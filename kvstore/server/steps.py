@@ -18,11 +18,12 @@ class Driver(Generic[T]):
     `completion` carries what the generator returns or raises. After `cancel` it stays unresolved.
     """
 
-    __slots__ = ("_steps", "cancelled", "completion")
+    __slots__ = ("_running", "_steps", "cancelled", "completion")
 
     def __init__(self, steps: Steps[T]) -> None:
         self.completion: Completion[T] = Completion()
         self.cancelled = False
+        self._running = False
         self._steps = steps
         self._run(None)
 
@@ -31,7 +32,7 @@ class Driver(Generic[T]):
         if self.completion.done or self.cancelled:
             return
         self.cancelled = True
-        if not self._steps.gi_running:
+        if not self._running:
             self._steps.close()
 
     def _run(self, waited: Completion[Any] | None) -> None:
@@ -56,13 +57,17 @@ class Driver(Generic[T]):
             self.completion.resolve(value)
 
     def _step(self, waited: Completion[Any] | None) -> Completion[Any] | None:
-        if waited is None:
-            return next(self._steps)
+        self._running = True
         try:
-            value = waited.result()
-        except Exception as error:
-            return self._steps.throw(error)
-        return self._steps.send(value)
+            if waited is None:
+                return next(self._steps)
+            try:
+                value = waited.result()
+            except Exception as error:
+                return self._steps.throw(error)
+            return self._steps.send(value)
+        finally:
+            self._running = False
 
 
 def drive(steps: Steps[T]) -> Completion[T]:

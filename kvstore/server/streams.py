@@ -16,6 +16,7 @@ from kvstore.core.plan import Slots
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
 from kvstore.server.steps import Driver, Steps, error_of
+from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
 
 CHUNK_BYTES = 1 << 20
@@ -28,7 +29,7 @@ Cancel = Callable[[], None]
 class Restores:
     """Restore streams under way, by lease, so that CancelRestore finds them."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: KVStore) -> None:
         self._store = store
         self._running: dict[tuple[int, int], list[_Restore]] = {}
 
@@ -88,7 +89,7 @@ class _Restore:
 
 
 def start_fetch(
-    store: Any, session: Session, request: pb.FetchInlineRequest, emit: Emit, done: Done
+    store: KVStore, session: Session, request: pb.FetchInlineRequest, emit: Emit, done: Done
 ) -> Cancel:
     """Sends leased blocks in chunks, one block read at a time."""
     lease = find_lease(session, request.lease_id)
@@ -98,7 +99,9 @@ def start_fetch(
     return driver.cancel
 
 
-def _fetch(store: Any, session: Session, lease_id: int, blocks: range, emit: Emit) -> Steps[None]:
+def _fetch(
+    store: KVStore, session: Session, lease_id: int, blocks: range, emit: Emit
+) -> Steps[None]:
     for block in blocks:
         payload, checksum = yield store.read_block(session, lease_id, block)
         view = memoryview(payload)

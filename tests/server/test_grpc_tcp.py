@@ -18,6 +18,7 @@ from peers import CallError, Engine, GrpcPeer
 from served import ServedStore, config_for_tests
 
 from kvstore.core.config import AccessRule
+from kvstore.core.errors import AlreadyRunning, ConfigError
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 TOKENS = list(range(64))
@@ -96,15 +97,19 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def tcp_daemon(tmp_path: Path, certificates: Path) -> Iterator[Any]:
-    """A daemon that also listens on TCP, for engine-1 and engine-2."""
-    tcp = SimpleNamespace(
-        listen="127.0.0.1:0",
+def tcp_settings(certificates: Path, listen: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        listen=listen,
         cert=str(certificates / "daemon.pem"),
         key=str(certificates / "daemon.key"),
         client_ca=str(certificates / "good-ca.pem"),
     )
+
+
+@pytest.fixture
+def tcp_daemon(tmp_path: Path, certificates: Path) -> Iterator[Any]:
+    """A daemon that also listens on TCP, for engine-1 and engine-2."""
+    tcp = tcp_settings(certificates, "127.0.0.1:0")
     access = (
         AccessRule(certificate="engine-1", tenant="default"),
         AccessRule(certificate="engine-2", tenant="b"),
@@ -271,3 +276,21 @@ def test_health_needs_a_token_on_tcp(connect: Any) -> None:
     far.open()
     metadata = far.peer.metadata()
     assert stub.Check(request, metadata=metadata, timeout=TIMEOUT).status == 1
+
+
+def test_a_second_daemon_on_the_port(
+    tcp_daemon: Any, certificates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """I20: a TCP address that is taken is refused, and the error names the key."""
+    port = tcp_daemon.grpc.tcp_port
+    tcp = tcp_settings(certificates, f"127.0.0.1:{port}")
+    with pytest.raises(AlreadyRunning, match=r"server\.tcp\.listen"):
+        ServedStore(tmp_path_factory.mktemp("second"), config_for_tests(), tcp)
+
+
+def test_a_certificate_file_that_is_missing(certificates: Path, tmp_path: Path) -> None:
+    """A PEM file that cannot be read is named."""
+    tcp = tcp_settings(certificates, "127.0.0.1:0")
+    tcp.client_ca = str(tmp_path / "none.pem")
+    with pytest.raises(ConfigError, match=r"server\.tcp\.client_ca"):
+        ServedStore(tmp_path, config_for_tests(), tcp)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from peers import CallError, Engine, LanePeer
-from served import config_for_tests, serving
+from served import ServedStore, config_for_tests, serving
 
 from kvstore.core.config import AccessRule
+from kvstore.core.errors import AlreadyRunning
 from kvstore.core.lane import HEADER
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import peer as peer_module
@@ -157,6 +158,16 @@ def test_session_limit(tmp_path: Path) -> None:
         assert "limits.sessions" in caught.value.message
         for peer in peers:
             peer.close()
+
+
+def test_a_second_daemon_on_the_socket(lane: Any, daemon: Any) -> None:
+    """I20: a second daemon on the socket is refused, and the first one's clients notice nothing."""
+    lane.open()
+    with pytest.raises(AlreadyRunning, match="another process serves"):
+        ServedStore(daemon.socket.parent, config_for_tests())
+    assert daemon.socket.is_socket()
+    assert daemon.lane_path.is_socket()
+    lane.call("Status", pb.StatusRequest())
 
 
 # ---- Dying ----

@@ -101,9 +101,13 @@ class ServedStore:
         )
         self.grpc = GrpcServer(self.service, self.sessions, self.socket, tcp=self._tcp, **common)
         self._stop = asyncio.Event()
-        self.lane.start()
-        await self.grpc.start()
-        await self.grpc.set_serving(True)
+        try:
+            self.lane.start()
+            await self.grpc.start()
+            await self.grpc.set_serving(True)
+        except BaseException:
+            await self._close()
+            raise
         self._ready.set()
         while not self._stop.is_set():
             self.store.tick()
@@ -111,6 +115,9 @@ class ServedStore:
                 await asyncio.wait_for(self._stop.wait(), 0.05)
             except TimeoutError:
                 continue
+        await self._close()
+
+    async def _close(self) -> None:
         await self.lane.close()
         await self.grpc.stop(0.2)
         self.sessions.prune()
