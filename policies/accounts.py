@@ -53,9 +53,9 @@ class Accounts:
     def space_used(self, tier: int, space: Space) -> int:
         return self._spaces.get((tier, space.id), 0)
 
-    def tenants(self, tier: int, pool: str) -> set[str]:
-        """Tenants that have bytes in a pool."""
-        return set(self._pool_tenants.get((tier, pool), ()))
+    def tenants(self, tier: int, pool: str) -> dict[str, None]:
+        """Tenants that have bytes in a pool, in an order that a replay has too."""
+        return dict.fromkeys(self._pool_tenants.get((tier, pool), ()))
 
     def tenant_usage(self, tier: int) -> dict[str, int]:
         """Bytes in use by tenant, for status."""

@@ -126,7 +126,7 @@ class Residency:
         before = accounts.used(tier, pool)
         over = incoming_bytes - accounts.room(tier, tenant)
         if over > 0:
-            yield from self._evict(tier, pool, {tenant}, over, "cap", tenant)
+            yield from self._evict(tier, pool, {tenant: None}, over, "cap", tenant)
             if incoming_bytes > accounts.room(tier, tenant):
                 return
         left = bytes_needed - (before - accounts.used(tier, pool))
@@ -135,7 +135,13 @@ class Residency:
             yield from self._evict(tier, pool, tenants, left, "capacity", tenant)
 
     def _evict(
-        self, tier: int, pool: str, tenants: set[str], bytes_needed: int, reason: str, own: str
+        self,
+        tier: int,
+        pool: str,
+        tenants: dict[str, None],
+        bytes_needed: int,
+        reason: str,
+        own: str,
     ) -> Iterator[Drop]:
         policy = self._policies.get((tier, pool))
         if policy is None:
@@ -157,7 +163,7 @@ class Residency:
                 spare = self.accounts.spare(tier, pool, space.tenant)
                 blocks = spare // (space.slot_bytes * space.shard_count)
                 if not blocks:
-                    tenants.discard(space.tenant)
+                    del tenants[space.tenant]
                     continue
                 keep = max(keep, self.index.keep_for(run, tier, blocks, 0) or 0)
             drop = Drop(run, keep, tier, reason)

@@ -107,16 +107,16 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_world() -> type[World]:
     return World
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_space() -> Callable[..., Space]:
     return make_space
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_chain() -> Callable[[Iterable[bytes]], Chain]:
     return make_chain
