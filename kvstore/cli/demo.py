@@ -14,6 +14,7 @@ import click
 from kvstore.cli.output import finish, json_option, print_json, print_table
 from kvstore.cli.replay import (
     SHORT_LEASES,
+    Bar,
     bytes_per_token_for,
     progress_bar,
     table_rows,
@@ -78,7 +79,6 @@ def _run(
         OwnDaemon(pool_bytes, SHORT_LEASES) as daemon,
         tempfile.TemporaryDirectory(prefix="kvstore-") as directory,
         LiveReplay(trace, daemon.target, directory, options) as replay,
-        progress_bar("replaying", replay.request_count) as show,
     ):
         if not quiet:
             click.echo(
@@ -86,13 +86,9 @@ def _run(
                 "the Mooncake conversation trace; the daemon will be killed half way.",
                 err=True,
             )
-        killer = Killer(daemon, replay)
-
-        def on_progress(totals: dict[str, int]) -> None:
-            show(totals)
-            killer.at(totals["requests"])
-
-        result = replay.run(on_progress)
+        with progress_bar("replaying", replay.request_count) as bar:
+            killer = Killer(daemon, replay, bar)
+            result = replay.run(killer.on_progress)
         status = daemon.status()
     tokens = max(result["input_tokens"], 1)
     return {
@@ -109,17 +105,23 @@ def _run(
 class Killer:
     """Kills the daemon half way through a replay and starts it again."""
 
-    def __init__(self, daemon: Any, replay: Any) -> None:
-        self._daemon, self._replay = daemon, replay
+    def __init__(self, daemon: Any, replay: Any, bar: Bar) -> None:
+        self._daemon, self._replay, self._bar = daemon, replay, bar
         self.killed_at: int | None = None
         self.restart_seconds: float | None = None
 
-    def at(self, requests: int) -> None:
-        if self.killed_at is None and requests >= self._replay.request_count // 2:
-            self.killed_at = requests
-            self._daemon.kill()
-            self._replay.board.next_phase()
-            self.restart_seconds = self._daemon.start()
+    def on_progress(self, totals: dict[str, int]) -> None:
+        self._bar.show(totals)
+        if self.killed_at is None and totals["requests"] >= self._replay.request_count // 2:
+            self._kill(totals["requests"])
+
+    def _kill(self, at: int) -> None:
+        self.killed_at = at
+        self._bar.say("kill -9, restart")
+        self._daemon.kill()
+        self._replay.board.next_phase()
+        self.restart_seconds = self._daemon.start()
+        self._bar.say("replaying")
 
 
 def _kill_rows(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from kvstore.cli.output import (
 from kvstore.core.errors import PermissionDenied, StoreUnavailable
 from kvstore.core.sizes import format_bytes
 
-OnProgress = Callable[[dict[str, int]], None]
 POOL_SHARE = 2  # of the trace's unique blocks, one in so many fits into a pool of our own
 UNKNOWN_POOL_BYTES = 1 << 30
 BYTES_PER_TOKEN_STEP = 8  # 512 tokens of 8 bytes are a 4 KiB slot, the smallest there is
@@ -75,8 +74,8 @@ def command(
             limit=limit,
         )
         replay = stack.enter_context(LiveReplay(trace, daemon.target, directory, options))
-        on_progress = stack.enter_context(progress_bar("replaying", replay.request_count))
-        result = replay.run(on_progress)
+        bar = stack.enter_context(progress_bar("replaying", replay.request_count))
+        result = replay.run(bar.show)
         result = {"trace": str(trace), **result, **daemon.facts()}
     if as_json:
         print_json(result)
@@ -152,29 +151,50 @@ def bytes_per_token_for(requests: list[Any], pool_bytes: int) -> int:
     return max(fitting // BYTES_PER_TOKEN_STEP, 1) * BYTES_PER_TOKEN_STEP
 
 
+class Bar:
+    """How far a replay is; this one shows nothing."""
+
+    def show(self, totals: dict[str, int]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        """What goes on, in front of the bar."""
+
+
+class TerminalBar(Bar):
+    """A bar on a terminal."""
+
+    def __init__(self, progress: Any, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total, facts="")
+
+    def show(self, totals: dict[str, int]) -> None:
+        ratio = totals["hit_tokens"] / max(totals["input_tokens"], 1)
+        restored = totals["restored_bytes"] / 1e9
+        facts = f"hits {ratio:.1%}, {restored:.1f} GB back, {totals['wrong_bytes']:,} B wrong"
+        self._progress.update(self._task, completed=totals["requests"], facts=facts)
+
+    def say(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+
 @contextmanager
-def progress_bar(text: str, total: int) -> Iterator[OnProgress]:
-    """A bar on a terminal's standard error; nothing elsewhere."""
+def progress_bar(text: str, total: int) -> Iterator[Bar]:
+    """A bar on standard error if that is a terminal; nothing elsewhere."""
     if not sys.stderr.isatty():
-        yield lambda totals: None
+        yield Bar()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[hits]}"),
+        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(),
+        TimeElapsedColumn(), TextColumn("{task.fields[facts]}"),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(text, total=total, hits="")
-
-        def on_progress(totals: dict[str, int]) -> None:
-            ratio = totals["hit_tokens"] / max(totals["input_tokens"], 1)
-            restored = format_bytes(totals["restored_bytes"])
-            hits = f"hits {ratio:.1%}  restored {restored}  wrong bytes {totals['wrong_bytes']:,}"
-            progress.update(task, completed=totals["requests"], hits=hits)
-
-        yield on_progress
+        bar = TerminalBar(progress, total)
+        bar.say(text)
+        yield bar
 
 
 def table_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
