@@ -53,8 +53,9 @@ typecheck: install ## mypy on an installed copy, where the mapped folders are on
 proto: install ## Generate the gRPC code anew
 	$(BIN)/python proto/generate.py
 
-docs: install ## Write the command line's reference anew
+docs: install ## Write anew what of docs/ follows from code and tests
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_promises.py
 
 bench: install ## Measure this machine
 	$(BIN)/kvstore bench
