@@ -16,13 +16,13 @@ EXTRA_DIGEST_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """Consecutive symbols of one width: `count` symbols of `width` bytes, back to back."""
+    """Consecutive symbols of one width, `width` bytes each, back to back."""
 
     symbols: bytes
     width: int
 
     @property
-    def count(self) -> int:
+    def block_count(self) -> int:
         return len(self.symbols) // self.width
 
 
@@ -39,7 +39,7 @@ class Chain(NamedTuple):
         """The first `block_count` blocks."""
         kept, left = [], block_count
         for segment in self.segments:
-            take = min(left, segment.count)
+            take = min(left, segment.block_count)
             if take:
                 kept.append(Segment(segment.symbols[: take * segment.width], segment.width))
             left -= take

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -128,7 +129,7 @@ class StagedTree(PlacedTree):
         if walk.depth < run.count:
             self.split(run, walk.depth)
         for segment in walk.chain.segments:
-            count, width = segment.count, segment.width
+            count, width = segment.block_count, segment.width
             for start in range(min(skip, count), count, MAX_RUN_BLOCKS):
                 blocks = min(MAX_RUN_BLOCKS, count - start, left)
                 if not blocks:
@@ -171,7 +172,8 @@ class StagedTree(PlacedTree):
         run, depth = walk.run, walk.depth
         while run.first >= covered:
             assert run.parent is not None
-            run, depth = run.parent, run.parent.count
+            run = run.parent
+            depth = run.count
         anchor = self.anchor(run, min(depth, covered - run.first), grant.owner)
         assert anchor.block_count == covered, "a grant covers blocks that are not on its path"
         return Staged(bytes(grant.answers), anchor, grant.wanted)
@@ -196,6 +198,24 @@ class StagedTree(PlacedTree):
         at = self._cell_at(cell, shards, tier)
         staging.places[at : at + PLACE_BYTES] = place.to_bytes(PLACE_BYTES, "little")
         staging.states[cell] = COMMITTED
+
+    def commit_span(
+        self, run: Run, start: int, shard: int, tier: int, places: Sequence[int]
+    ) -> None:
+        """`commit` of one shard of consecutive blocks, from `start` on; reserved in `tier` too."""
+        count, shards = len(places), run.root.space.shard_count
+        if not count:
+            return
+        staging, first = self._staged(run, start, shard)
+        assert start + count <= run.count
+        grid = np.frombuffer(staging.places, np.int64).reshape(-1, self.tier_count, shards)
+        cells = grid[start - run.ready : start - run.ready + count, tier, shard]
+        assert (cells == RESERVED_PLACE).all(), "a block is not RESERVED in this tier"
+        cells[:] = places
+        assert (cells >= 0).all()
+        staging.states[first : first + (count - 1) * shards + 1 : shards] = (
+            bytes([COMMITTED]) * count
+        )
 
     def _reserved_tier(self, staging: Staging, cell: int, shards: int, guess: int) -> int:
         for tier in (guess, *self._tiers):

@@ -161,11 +161,13 @@ class Walk:
         self._seek(run.first + run.count)
 
     def _seek(self, position: int) -> None:
-        self._data, self._width, self._offset = b"", 0, 0
+        self._data: bytes = b""
+        self._width: int = 0
+        self._offset: int = 0
         for number, segment in enumerate(self.chain.segments):
             self._segment = number
             self._data, self._width = segment.symbols, segment.width
-            count = segment.count
+            count = segment.block_count
             if position <= count:
                 self._offset = position * segment.width
                 return
