@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -39,6 +39,7 @@ _METHOD_OF_PATH = {
     f"/{SERVICE_NAMES[name in ADMIN_METHODS]}/{name}": number
     for name, number in METHOD_NUMBERS.items()
 }
+T = TypeVar("T")
 _log = logging.getLogger("kvstore.server")
 
 
@@ -146,7 +147,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
             self._check_certificate(session, context)
             request = _parse(method, payload)
             cancel = self._service.stream(session, method.name, request, outbox.emit, outbox.finish)
-            async for message in outbox.messages():
+            async for message in outbox.messages(session):
                 yield message
         except KVStoreError as error:
             await _abort(context, error, method.name)
@@ -250,12 +251,15 @@ class _Outbox:
         self._error = error
         self._messages.put_nowait(None)
 
-    async def messages(self) -> AsyncIterator[bytes]:
-        while (message := await self._messages.get()) is not None:
+    async def messages(self, session: Session) -> AsyncIterator[bytes]:
+        """Messages as they come; raises the stream's error, or Unauthenticated with the session."""
+        while (message := await _next(self._messages, session)) is not None:
             yield message
             if self._waiting is not None and self._messages.empty():
                 waiting, self._waiting = self._waiting, None
                 waiting.resolve(None)
+        if session.closed:
+            raise Unauthenticated(NO_SESSION)
         if self._error is not None:
             raise self._error
 
@@ -271,11 +275,13 @@ def _put(notices: asyncio.Queue[pb.Notice | None], notice: pb.Notice | None) -> 
     notices.put_nowait(notice)
 
 
-async def _next(notices: asyncio.Queue[pb.Notice | None], session: Session) -> pb.Notice | None:
-    """The next notice; None when the stream or the session is over."""
+async def _next(queue: asyncio.Queue[T | None], session: Session) -> T | None:
+    """The next of `queue`; None when the stream or the session is over."""
     while not session.closed:
+        if not queue.empty():
+            return queue.get_nowait()
         try:
-            return await asyncio.wait_for(notices.get(), SESSION_CHECK_SECONDS)
+            return await asyncio.wait_for(queue.get(), SESSION_CHECK_SECONDS)
         except TimeoutError:
             continue
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.completion import Completion
-from kvstore.core.errors import InvalidRequest, LimitReached, NotFound
+from kvstore.core.errors import InvalidRequest, LimitReached, NotFound, Unauthenticated
 from kvstore.core.plan import BlockOutcome, CommitRun
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.budget import MessageBudget
@@ -52,6 +52,8 @@ class InlinePut:
             self._store.abort(self._session, reservation)
 
     def _feed(self, request: pb.PutInlineRequest) -> Steps[None]:
+        if self._session.closed:
+            raise Unauthenticated("the session has ended; open a new one")
         if request.HasField("reserve"):
             yield from self._reserve(request.reserve)
         elif self._outcomes is None:

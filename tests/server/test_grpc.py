@@ -234,3 +234,29 @@ def test_a_cancelled_subscription_is_dropped(client: Any, daemon: Any) -> None:
     assert daemon.eventually(lambda: daemon.store.events.subscriber_count == 1)
     call.cancel()
     assert daemon.eventually(lambda: daemon.store.events.subscriber_count == 0)
+
+
+def test_streams_end_with_their_session(client: Any, daemon: Any) -> None:
+    """I18: a subscription and a put under way end when their session does."""
+    client.open()
+    engine = Engine(client)
+    events = client.method("Subscribe", "unary_stream")(
+        pb.SubscribeRequest(), metadata=client.metadata(), timeout=TIMEOUT
+    )
+    over = threading.Event()
+
+    def messages() -> Iterator[Any]:
+        first, *rest = engine.inline_messages(TOKENS, [0])
+        yield first
+        over.wait(TIMEOUT)
+        yield from rest
+
+    put = client.method("PutInline", "stream_unary")
+    storing = put.future(messages(), metadata=client.metadata(), timeout=TIMEOUT)
+    assert daemon.eventually(lambda: len(daemon.store.reservations) == 1)
+    client.lane.socket.close()
+    assert daemon.eventually(lambda: not daemon.store.parts.sessions, seconds=1.0)
+    assert outcome(lambda: list(events))[0] == "UNAUTHENTICATED"
+    over.set()
+    assert outcome(storing.result)[0] == "UNAUTHENTICATED"
+    assert daemon.eventually(lambda: daemon.store.events.subscriber_count == 0)

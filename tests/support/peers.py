@@ -218,14 +218,14 @@ class DirectPeer:
 
     def __init__(self, daemon: ServedStore) -> None:
         self._daemon = daemon
-        self._session: Session
+        self.session: Session
         self.staging: memoryview | None = None
 
     def open(self, staging_bytes: int = 0) -> None:
         segment = Staging(staging_bytes or MIB)
         self.staging = segment.view
         identity = Identity(uid=os.getuid())
-        self._session = self._daemon.on_owner(
+        self.session = self._daemon.on_owner(
             lambda: self._daemon.store.open_session(
                 identity, "admin", {"default", "b"}, segment.view, staging_release=segment.close
             )
@@ -234,8 +234,8 @@ class DirectPeer:
     def call(self, method: str, request: Any) -> Any:
         if isinstance(request, bytes):
             number = METHOD_NUMBERS[method]
-            return self._run(lambda: self._daemon.service.call(self._session, number, request))
-        return self._run(lambda: self._daemon.service.handle(self._session, method, request))
+            return self._run(lambda: self._daemon.service.call(self.session, number, request))
+        return self._run(lambda: self._daemon.service.handle(self.session, method, request))
 
     def _run(self, function: Callable[[], Any]) -> Any:
         try:
@@ -254,14 +254,14 @@ class DirectPeer:
                 ended.fail(error)
 
         def start() -> Completion[None]:
-            self._daemon.service.stream(self._session, method, request, items.append, done)
+            self._daemon.service.stream(self.session, method, request, items.append, done)
             return ended
 
         self._run(start)
         yield from items
 
     def close(self) -> None:
-        self._daemon.on_owner(lambda: self._daemon.sessions.close(self._session, "test is over"))
+        self._daemon.on_owner(lambda: self._daemon.sessions.close(self.session, "test is over"))
         self.staging = None
 
 
