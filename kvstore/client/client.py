@@ -125,7 +125,7 @@ class KVClient:
         return self._link.step()
 
     def close(self) -> None:
-        """Finishes the puts under way and ends the session; idempotent."""
+        """Finishes the put under way, cancels later ones and ends the session; idempotent."""
         if self._link.is_inherited:
             return
         self._executor.shutdown(wait=True, cancel_futures=True)

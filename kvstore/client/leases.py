@@ -49,6 +49,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._leases
+
     def hold(self, lease_id: int, request_id: str, since: float, ttl: float) -> Lease:
         """One more user of a lease; repeats of a lookup answer with the same one."""
         with self._lock:

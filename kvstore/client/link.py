@@ -210,6 +210,7 @@ class Link:
         try:
             if state is LinkState.UP and kept is not None:
                 kept.upkeep(now, self.timeouts.probe_seconds)
+                kept.touch_pools()
             elif state is LinkState.DRAINING and kept is not None:
                 self._wait_for_leave(kept, now)
             elif now < self._retry_at or state is LinkState.CLOSED:

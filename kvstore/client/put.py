@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,12 @@ class PutHandle:
 
     def result(self, timeout: float | None = None) -> PutResult:
         """Waits; raises what `put` would have, or TimeoutError after `timeout` seconds."""
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        except CancelledError:
+            raise StoreUnavailable(
+                "the client was closed before this put began; call result() before close()"
+            ) from None
 
     def __repr__(self) -> str:
         return f"PutHandle(done={self.done})"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 RENEW_PART = 1 / 3
 HEARTBEAT_PART = 1 / 3
+TOUCH_BYTES = 64 << 20  # a few milliseconds
 Trouble = Callable[["Session", KVStoreError], None]
 
 
@@ -76,6 +77,7 @@ class Session:
         self.refusals: WeakKeyDictionary[Space, KVStoreError] = WeakKeyDictionary()
         self._trouble = trouble
         self._dropped: deque[Lease] = deque()
+        self._untouched: deque[tuple[MappedPool, int]] = deque()
         transport.on_notice = self._notice
         request = pb.OpenSessionRequest(client_name=client_name, protocol_minor=PROTOCOL_MINOR)
         self.last_heard = clock.now()
@@ -102,7 +104,9 @@ class Session:
         except KVStoreError as error:
             raise self.judge(error) from error
         for pool in pools:
-            self.pools.setdefault(pool.pool_id, pool)
+            if pool.pool_id not in self.pools:
+                self.pools[pool.pool_id] = pool
+                self._untouched.append((pool, 0))
         attachment = Attachment(
             self, response.attachment, response.block_bytes, response.slot_bytes,
             space.spec.shard_count, self.pools,
@@ -181,7 +185,9 @@ class Session:
 
     def late_lookup(self, answer: Any) -> None:
         """A Lookup that was given up answers: nobody knows its lease."""
-        if isinstance(answer, pb.LookupResponse) and answer.lease_id:
+        if not isinstance(answer, pb.LookupResponse) or not answer.lease_id:
+            return
+        if answer.lease_id not in self.leases:  # a repeat may have got the same one since
             self.release(answer.lease_id)
 
     def late_reserve(self, answer: Any) -> None:
@@ -215,6 +221,17 @@ class Session:
             self.renew(due, timeout)
         elif now >= self._spoke + self.info.session_ttl_seconds * HEARTBEAT_PART:
             self.renew([], timeout)
+
+    def touch_pools(self) -> None:
+        """Goes on with bringing pools into this process's page tables, a part at a time.
+
+        A restore that is the first to read its pages would take half as long again.
+        """
+        if self._untouched:
+            pool, start = self._untouched.popleft()
+            stop = pool.touch(start, TOUCH_BYTES)
+            if stop < len(pool.data):
+                self._untouched.append((pool, stop))
 
     def poll(self) -> None:
         try:

@@ -179,3 +179,26 @@ def test_a_miss_has_nothing_to_restore(space):
         assert (match.matched_tokens, match.block_count) == (0, 0)
         assert space.restore(match) == []
         space.restore_into(match, [])
+
+
+def test_pools_are_brought_in_before_they_are_needed(manual, daemon):
+    """Pages of a pool are mapped in the background, so that a first restore takes no longer."""
+    client, _, space = manual
+    pool = space._link.attachment(space).pools[0]
+    assert space._link.session()._untouched
+    client.keep()
+    assert not space._link.session()._untouched
+    assert pool.touch(0, 10 * SIZE) == 10 * SIZE
+    assert pool.touch(10 * SIZE, 1 << 40) == len(pool.data)
+
+
+def test_a_late_answer_does_not_end_a_lease_that_is_in_use(space, daemon, eventually):
+    """I6: a repeat that got the lease of a call given up before keeps it."""
+    space.put(TOKENS, BLOCKS)
+    match = space.lookup(TOKENS, request_id="r")
+    late = pb.LookupResponse(lease_id=match.lease.id)
+    match.attachment.session.late_lookup(late)
+    space.lookup(TOKENS).release()
+    space.lookup(TOKENS)
+    assert match.lease.id not in daemon.released
+    match.check()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 
-from kvstore.client import InvalidRequest, KVClient, KVSpec, NotFound, PutResult
+from kvstore.client import InvalidRequest, KVClient, KVSpec, NotFound, PutResult, StoreUnavailable
 from kvstore.core.errors import LimitReached
 from kvstore.core.plan import BlockOutcome
 from kvstore.proto.v1 import kvstore_pb2 as pb
@@ -212,3 +213,26 @@ def test_external_hashes_are_the_symbols(client, daemon):
     assert seen[0].prompt.hash_bytes == 32
     with pytest.raises(InvalidRequest, match="one length"):
         space.lookup(hashes=[b"a" * 32, b"b" * 16])
+
+
+def test_puts_that_had_no_turn_before_close_say_so(client, space):
+    """A put that close() cancelled raises StoreUnavailable; the one under way finishes."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make(position):
+        begun.set()
+        go_on.wait(5)
+        return BLOCKS[position]
+
+    first = space.put_async(TOKENS, make)
+    waiting = space.put_async(TOKENS, BLOCKS)
+    begun.wait(5)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    with pytest.raises(StoreUnavailable, match="closed before this put began"):
+        waiting.result(5)
+    go_on.set()
+    assert first.result(5) == PutResult(stored=COUNT)
+    closing.join(5)
+    with pytest.raises(StoreUnavailable, match="the client is closed"):
+        space.put_async(TOKENS, BLOCKS)
