@@ -60,8 +60,9 @@ def _check_run(tree: Tree, run: Run) -> None:
 def _check_cells(tree: Tree, run: Run, stride: int, shards: int) -> None:
     cells = np.frombuffer(place_bytes(run, 0, run.count, stride), np.int64)
     grid = cells.reshape(-1, tree.tier_count, shards)
-    assert bool((grid[: run.ready] >= 0).all(axis=2).any(axis=1).all()), "READY without a copy"
-    assert bool((grid[: run.ready] >= NO_PLACE).all())
+    whole = np.asarray(grid[: run.ready] >= 0).all(axis=2)
+    assert np.any(whole, axis=1).all(), "READY without a copy"
+    assert (grid[: run.ready] >= NO_PLACE).all()
     if run.staging is None:
         return
     states = np.frombuffer(run.staging.states, np.uint8).reshape(-1, shards)

@@ -12,8 +12,6 @@ from kvstore.policies.index.cells import count_resident
 from kvstore.policies.index.places import PlacedTree
 from kvstore.policies.index.run import MAX_RUN_BLOCKS, Root, Run
 
-_PARENT, _SYMBOL, _CELLS = 0, 1, 2
-
 
 class GraftBlock(NamedTuple):
     """One shard of one block as a tier has it."""
@@ -24,6 +22,17 @@ class GraftBlock(NamedTuple):
     shard: int
     tier: int
     place: int
+
+
+class _Record:
+    """A block as all tiers have it; `cells` are places in the order [tier][shard]."""
+
+    __slots__ = ("cells", "parent_key", "symbol")
+
+    def __init__(self, parent_key: bytes, symbol: bytes, cells: list[int]):
+        self.parent_key = parent_key
+        self.symbol = symbol
+        self.cells = cells
 
 
 class Grafted(NamedTuple):
@@ -46,18 +55,18 @@ def graft(tree: PlacedTree, root: Root, blocks: Iterable[GraftBlock], limit: int
     _drop_incomplete(found, tree.tier_count, shards, refused)
     below: dict[bytes, list[bytes]] = {}
     for key, record in found.items():
-        below.setdefault(record[_PARENT], []).append(key)
+        below.setdefault(record.parent_key, []).append(key)
     count = _build(tree, root, found, below, limit)
     for record in found.values():
-        _refuse_cells(record[_CELLS], shards, refused)
+        _refuse_cells(record.cells, shards, refused)
     return Grafted(count, refused)
 
 
 def _gather(
     blocks: Iterable[GraftBlock], tier_count: int, shards: int
-) -> tuple[dict[bytes, tuple[bytes, bytes, list[int]]], list[tuple[int, int]]]:
-    """Records by key: parent key, symbol, places in the order [tier][shard]."""
-    found: dict[bytes, tuple[bytes, bytes, list[int]]] = {}
+) -> tuple[dict[bytes, _Record], list[tuple[int, int]]]:
+    """Records by key."""
+    found: dict[bytes, _Record] = {}
     refused: list[tuple[int, int]] = []
     empty = [NO_PLACE] * (tier_count * shards)
     for key, parent_key, symbol, shard, tier, place in blocks:
@@ -66,22 +75,22 @@ def _gather(
             if block_key(parent_key, symbol) != key:
                 refused.append((tier, place))
                 continue
-            record = found[key] = (parent_key, symbol, empty.copy())
+            record = found[key] = _Record(parent_key, symbol, empty.copy())
         cell = tier * shards + shard
         if (
-            record[_SYMBOL] != symbol
-            or record[_PARENT] != parent_key
+            record.symbol != symbol
+            or record.parent_key != parent_key
             or shard >= shards
-            or record[_CELLS][cell] != NO_PLACE
+            or record.cells[cell] != NO_PLACE
         ):
             refused.append((tier, place))
         else:
-            record[_CELLS][cell] = place
+            record.cells[cell] = place
     return found, refused
 
 
 def _drop_incomplete(
-    found: dict[bytes, tuple[bytes, bytes, list[int]]],
+    found: dict[bytes, _Record],
     tier_count: int,
     shards: int,
     refused: list[tuple[int, int]],
@@ -90,7 +99,7 @@ def _drop_incomplete(
     if shards == 1:
         return
     for key, record in list(found.items()):
-        cells = record[_CELLS]
+        cells = record.cells
         for start in range(0, tier_count * shards, shards):
             part = cells[start : start + shards]
             if NO_PLACE in part:
@@ -107,7 +116,7 @@ def _refuse_cells(cells: list[int], shards: int, refused: list[tuple[int, int]])
 def _build(
     tree: PlacedTree,
     root: Root,
-    found: dict[bytes, tuple[bytes, bytes, list[int]]],
+    found: dict[bytes, _Record],
     below: dict[bytes, list[bytes]],
     limit: int,
 ) -> int:
@@ -126,23 +135,23 @@ def _build_run(
     tree: PlacedTree,
     parent: Run,
     key: bytes,
-    found: dict[bytes, tuple[bytes, bytes, list[int]]],
+    found: dict[bytes, _Record],
     below: dict[bytes, list[bytes]],
     limit: int,
 ) -> tuple[Run, bytes]:
     """Makes one run of the chain that begins with `key`; answers it and its last block's key."""
-    _, symbol, cells = found.pop(key)
-    symbols, places, width = [symbol], list(cells), len(symbol)
+    record = found.pop(key)
+    symbols, places, width = [record.symbol], record.cells, len(record.symbol)
     most = min(MAX_RUN_BLOCKS, limit)
     while len(symbols) < most:
         nexts = below.get(key)
-        if nexts is None or len(nexts) != 1 or len(found[nexts[0]][_SYMBOL]) != width:
+        if nexts is None or len(nexts) != 1 or len(found[nexts[0]].symbol) != width:
             break
         del below[key]
         key = nexts[0]
-        _, symbol, cells = found.pop(key)
-        symbols.append(symbol)
-        places.extend(cells)
+        record = found.pop(key)
+        symbols.append(record.symbol)
+        places.extend(record.cells)
     run = Run(parent.root, parent, parent.first + parent.count, b"".join(symbols), width)
     _adopt(tree, parent, run, places)
     return run, key

@@ -218,7 +218,8 @@ class StagedTree(PlacedTree):
         )
 
     def _reserved_tier(self, staging: Staging, cell: int, shards: int, guess: int) -> int:
-        for tier in (guess, *self._tiers):
+        tiers: tuple[int, ...] = (guess, *self._tiers)
+        for tier in tiers:
             at = self._cell_at(cell, shards, tier)
             if staging.places[at : at + PLACE_BYTES] == _RESERVED_CELL:
                 return tier

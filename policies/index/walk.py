@@ -33,6 +33,8 @@ class Walk:
         "finished", "root", "run",
     )  # fmt: skip
 
+    _offset: int
+
     def __init__(self, tree: Tree, root: Root, chain: Chain):
         self._tree = tree
         self.chain = chain
@@ -161,9 +163,7 @@ class Walk:
         self._seek(run.first + run.count)
 
     def _seek(self, position: int) -> None:
-        self._data: bytes = b""
-        self._width: int = 0
-        self._offset: int = 0
+        self._data, self._width, self._offset = b"", 0, 0
         for number, segment in enumerate(self.chain.segments):
             self._segment = number
             self._data, self._width = segment.symbols, segment.width

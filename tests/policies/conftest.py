@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import count
+from itertools import count, islice
 
 import pytest
 
 from kvstore.core.keys import Chain, Segment
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec
-from kvstore.policies.index import PrefixIndex, Span, Staged, Walk
+from kvstore.policies.index import PrefixIndex, Span, StageAnswer, Staged, Walk
 from kvstore.policies.residency import Residency
 
 ROOT = bytes(32)
@@ -66,10 +66,15 @@ class World:
         spans = self.index.path(staged.anchor)
         position = 0
         for run, start, stop in spans:
-            for i in range(start, stop):
-                if staged.answers[position] == 3:
-                    self.index.commit(run, i, shard, 0, next(self._places))
-                position += 1
+            answers = staged.answers[position : position + stop - start]
+            if answers == bytes([StageAnswer.WANTED]) * len(answers):
+                places = list(islice(self._places, len(answers)))
+                self.index.commit_span(run, start, shard, 0, places)
+            else:
+                for i, answer in enumerate(answers, start):
+                    if answer == StageAnswer.WANTED:
+                        self.index.commit(run, i, shard, 0, next(self._places))
+            position += stop - start
         ready = [span for run, _, _ in spans if run.alive for span in self.index.publish(run)]
         self.index.unanchor(staged.anchor)
         return ready
