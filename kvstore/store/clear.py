@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvstore.core.completion import Completion
-from kvstore.core.errors import InvalidRequest
+from kvstore.core.errors import FailedPrecondition, InvalidRequest, TierError
 from kvstore.core.space import Space
 from kvstore.policies.index import Run, children_of
 from kvstore.store.evict import Remover
@@ -21,25 +24,27 @@ class ClearFlow:
 
     def clear(self, spaces: list[Space]) -> Completion[int]:
         """Drops every block of `spaces`; answers with how many, when all are gone for good."""
-        for space in spaces:
-            self._close(space)
-            self._parts.record.mark_cleared(space)
+        self._check_open(spaces)
+        with _written_down():
+            self._parts.record.mark_cleared(spaces)
         return self._empty(spaces, "clear")
 
     def bump(self, space: Space) -> Completion[int]:
         """Begins a new epoch of `space`: older blocks and commits never count again."""
-        self._close(space)
-        space.epoch = self._parts.record.bump(space)
+        self._check_open([space])
+        with _written_down():
+            space.epoch = self._parts.record.bump(space)
         return self._empty([space], "epoch")
 
-    def _close(self, space: Space) -> None:
-        if space.closing:
+    def _check_open(self, spaces: list[Space]) -> None:
+        if any(space.closing for space in spaces):
             raise InvalidRequest("the space is being cleared already; wait for that to end")
-        space.closing = True
 
     def _empty(self, spaces: list[Space], reason: str) -> Completion[int]:
         answer: Completion[int] = Completion()
         left, removed = list(spaces), 0
+        for space in spaces:
+            space.closing = True
 
         def go_on() -> None:
             nonlocal removed
@@ -74,3 +79,12 @@ class ClearFlow:
     def _done(self, space: Space) -> None:
         space.closing = False
         self._parts.events.cleared(space, TIER_NAMES[0])
+
+
+@contextmanager
+def _written_down() -> Iterator[None]:
+    """What cannot be made durable is refused before anything changes."""
+    try:
+        yield
+    except TierError as error:
+        raise FailedPrecondition(f"nothing was cleared: {error}") from error

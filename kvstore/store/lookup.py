@@ -157,6 +157,7 @@ class LookupFlow:
     def _is_same(self, lease: Lease, query: Query, local_tokens: int) -> bool:
         return (
             lease.anchor.run is not None
+            and not lease.attachment.space.closing
             and lease.local_tokens == local_tokens
             and lease.symbols_digest == _digest(query)
         )
@@ -221,7 +222,7 @@ class LookupFlow:
         self, attachment: Attachment, query: Query, local_tokens: int
     ) -> LookupResult | None:
         """The live answer of an identical lookup, its lease renewed; None when it differs."""
-        if not query.request_id or attachment.space.closing:
+        if not query.request_id:
             return None
         lease = self._parts.leases.of_request(attachment, query.request_id)
         if lease is None or not self._is_same(lease, query, local_tokens):

@@ -49,8 +49,8 @@ class SpaceRecord(Protocol):
         """The space's next epoch."""
         ...
 
-    def mark_cleared(self, space: Space) -> None:
-        """Blocks of the space written until now never come back."""
+    def mark_cleared(self, spaces: list[Space]) -> None:
+        """Blocks of these spaces written until now never come back: of all of them, or none."""
         ...
 
 

@@ -38,7 +38,7 @@ class MemoryRecord:
         self._epochs[space.id] = space.epoch + 1
         return space.epoch + 1
 
-    def mark_cleared(self, space: Space) -> None:
+    def mark_cleared(self, spaces: list[Space]) -> None:
         pass
 
 
@@ -74,8 +74,8 @@ class FileRecord:
     def bump(self, space: Space) -> int:
         return self._epochs.bump(space.id)
 
-    def mark_cleared(self, space: Space) -> None:
-        self._epochs.clear([space.id], self._generation_now())
+    def mark_cleared(self, spaces: list[Space]) -> None:
+        self._epochs.clear([space.id for space in spaces], self._generation_now())
 
     def write(self) -> None:
         """Replaces the file whole: a reader sees the old list or the new one."""

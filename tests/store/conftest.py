@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from desk import Desk, Engine
+
+
+@pytest.fixture
+def shm_directory() -> Iterator[Path]:
+    """A private directory in the memory file system, as pools need."""
+    path = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture
