@@ -89,11 +89,12 @@ class Daemon:
     def _lock(self) -> None:
         config = self.config
         socket = Path(config.server.socket)
-        private_directory(socket.parent, 0o700, "server.socket")
+        group = parse_group("server.socket_group", config.server.socket_group)
+        private_directory(socket.parent, "server.socket", group)
         self._locks.append(FileLock(Path(f"{socket}.lock"), f"the socket {socket}"))
         if config.tiers.host.pool == "shm":
             path = Path(config.tiers.host.directory)
-            private_directory(path, 0o700, "tiers.host.directory")
+            private_directory(path, "tiers.host.directory")
             self._locks.append(FileLock(path / "LOCK", f"the host pool in {path}"))
 
     def _start_watch(self) -> WatchServer | None:
@@ -161,7 +162,7 @@ class Daemon:
     async def _open_doors(self) -> None:
         config, limits = self.config, self.config.limits
         assert self.store is not None
-        service = Service(self.store, self.metrics)
+        service = Service(self.store, self.metrics, self.metrics.totals)
         staging = StagingBudget(
             int(limits.staging_bytes_per_session), int(limits.staging_bytes_per_session),
             int(limits.staging_bytes),

@@ -36,12 +36,22 @@ class FileLock:
         os.close(self._fd)
 
 
-def private_directory(path: Path, mode: int, key: str) -> Path:
-    """`path` as a directory of our own with `mode`, made if missing; raises ConfigError."""
+def private_directory(path: Path, key: str, group: int | None = None) -> Path:
+    """A directory of our own, made if missing: mode 0700, or 0750 for `group` if one is given.
+
+    One that is there already keeps its mode where that is no wider. Raises ConfigError.
+    """
+    mode = 0o700 if group is None else 0o750
     try:
+        made = not path.exists()
         path.mkdir(mode=mode, parents=True, exist_ok=True)
         if path.is_symlink() or path.stat().st_uid != os.geteuid():
             raise ConfigError(f"{key}: {path} belongs to somebody else; choose another directory")
+        if made:
+            os.chmod(path, mode)
+        if group is not None:
+            os.chown(path, -1, group)
+            os.chmod(path, mode)
     except OSError as error:
         raise ConfigError(
             f"{key}: {path} cannot be made ({error.strerror}); create it or choose another"

@@ -268,6 +268,14 @@ class Metrics(Recorder):
     def histogram(self, name: str, *labels: str) -> Histogram:
         return self.families[name].histogram(*labels)
 
+    def totals(self) -> dict[str, float]:
+        """Each counter and gauge, summed over its labels."""
+        return {
+            name: sum(n.value for n in family.children.values() if isinstance(n, Number))
+            for name, family in self.families.items()
+            if family.row.kind != HISTOGRAM
+        }
+
     def collect(self) -> Iterator[Metric]:
         for family in self.families.values():
             yield family.collect()

@@ -240,11 +240,16 @@ def fill_in(config: Config, environ: Mapping[str, str], machine: Machine) -> Con
     return msgspec.structs.replace(
         config,
         server=msgspec.structs.replace(config.server, socket=socket),
-        access=config.access or (AccessRule(uid=machine.uid(), role="admin"),),
+        access=config.access or _own_access(machine.uid()),
         tiers=TiersSection(host=host),
         limits=_fill_in_limits(config.limits, host.size, machine),
         index=_fill_in_index(config.index, host.size),
     )
+
+
+def _own_access(uid: int) -> tuple[AccessRule, ...]:
+    """The daemon's own user and root, who could take what they want anyway."""
+    return tuple(AccessRule(uid=own, role="admin") for own in dict.fromkeys((uid, 0)))
 
 
 def _fill_in_host(host: HostSection, socket: str, machine: Machine) -> HostSection:

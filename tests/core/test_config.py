@@ -65,10 +65,12 @@ def test_effective_reads_back_equal() -> None:
     assert load(None, {}, MACHINE, effective(config)) == config
 
 
-def test_no_access_rules_mean_the_daemons_own_user() -> None:
-    """Without rules only the uid that runs the daemon gets in, as admin."""
-    (rule,) = make(FixedMachine(user=1000)).access
-    assert (rule.uid, rule.tenant, rule.role) == (1000, "default", "admin")
+def test_no_access_rules_mean_the_daemons_own_user_and_root() -> None:
+    """Without rules only the uid that runs the daemon and root get in, as admins."""
+    rules = make(FixedMachine(user=1000)).access
+    assert [rule.uid for rule in rules] == [1000, 0]
+    assert {(rule.tenant, rule.role) for rule in rules} == {("default", "admin")}
+    assert [rule.uid for rule in make(FixedMachine(user=0)).access] == [0]
 
 
 def test_isolated_pools_come_out_of_the_tier() -> None:
