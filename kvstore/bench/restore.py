@@ -15,13 +15,15 @@ from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
 
 BLOCKS, LARGE_BLOCKS = 32, 256
 ROUNDS, LARGE_ROUNDS, VIEW_ROUNDS = 40, 10, 300
-POOL_BYTES = 1536 * MIB
+# Three prompts of 32 blocks and the large one, with two fillers between their blocks on average.
+POOL_BYTES, POOL_BYTES_MIN, POOL_BLOCKS_A_BLOCK = 1536 * MIB, 512 * MIB, 5
 
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Lookup, restore of 1 MiB blocks and release, in turns with a copy of the same bytes."""
-    large = BLOCKS if quick else LARGE_BLOCKS
-    with OwnDaemon(fitting_pool_bytes(POOL_BYTES)) as daemon:
+    pool = fitting_pool_bytes(POOL_BYTES, least=POOL_BYTES_MIN)
+    large = BLOCKS if quick else min(LARGE_BLOCKS, pool // MIB // POOL_BLOCKS_A_BLOCK)
+    with OwnDaemon(pool) as daemon:
         daemon.wait_prefaulted()
         subject = Subject(daemon.target, MIB)
         try:

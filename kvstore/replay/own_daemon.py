@@ -29,7 +29,7 @@ from kvstore.replay.status import read_status
 PREFIX = "kvstore-own-"
 MEMORY_FILE_SYSTEM = "/dev/shm"
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 60.0, 15.0, 0.02
-DEFAULT_POOL_BYTES, POOL_BYTES_MIN = 4 * GIB, 64 * MIB
+DEFAULT_POOL_BYTES, POOL_BYTES_MIN = 4 * GIB, 16 * MIB
 
 
 class OwnDaemon:
@@ -165,15 +165,18 @@ def sweep() -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def fitting_pool_bytes(wanted: int = DEFAULT_POOL_BYTES) -> int:
-    """`wanted`, or what half of the free memory file system and of the memory allow."""
+def fitting_pool_bytes(wanted: int = DEFAULT_POOL_BYTES, least: int = POOL_BYTES_MIN) -> int:
+    """`wanted`, or what half of the free memory file system and of the memory allow.
+
+    Raises ConfigError if that is less than `least`.
+    """
     machine = LocalMachine()
     free = machine.file_system_free_bytes(MEMORY_FILE_SYSTEM)
     fits = min(wanted, free // 2, machine.available_bytes() // 2)
-    if fits < POOL_BYTES_MIN:
+    if fits < least:
         raise ConfigError(
-            f"{MEMORY_FILE_SYSTEM} has too little room ({free >> 20} MiB free); "
-            "free some or mount a larger one"
+            f"{MEMORY_FILE_SYSTEM} has {free >> 20} MiB free, and half of that or of the memory "
+            f"is less than the {least >> 20} MiB needed; free some or mount a larger one"
         )
     return fits // (2 * MIB) * 2 * MIB
 
