@@ -47,7 +47,9 @@ def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered
     for place in adopted:
         parts.host.adopt(place)
     resting = parts.host.finish_recovery()
-    parts.retired.rest(resting, parts.clock.now() + parts.limits.max_lease_ttl_seconds)
+    rest_is_over = parts.clock.now() + parts.limits.max_lease_ttl_seconds
+    parts.retired.rest(resting, rest_is_over)
+    parts.retired.adopted(adopted, rest_is_over)
     epochs.confirm_void()
     _keep_used_spaces(store, record)
     store.verifier.adopted(adopted)

@@ -39,7 +39,7 @@ class Remover:
         """Un-publishes what the index let go of; slots under a lease rest until it ends."""
         parts = self._parts
         places = removed.places[HOST]
-        keys = self._published_keys(places)
+        keys = self._published_keys(removed)
         if parts.unverified:
             parts.unverified.difference_update(places)
         if parts.checksums:
@@ -52,15 +52,18 @@ class Remover:
             parts.recorder.evicted(TIER_NAMES[HOST], reason, count, byte_count)
             parts.events.removed(space, TIER_NAMES[HOST], keys)
 
-    def _published_keys(self, places: list[int]) -> bytes:
-        """Keys of the READY blocks among `places`, one a block whatever its shards.
+    def _published_keys(self, removed: Removed) -> bytes:
+        """Keys of the READY blocks that were removed, one a block whatever its shards.
 
-        Read from the slots' headers: to chain them again would cost a hash for each block before.
+        Read from the slots' headers: to chain them again costs a hash for each block before, and
+        is done only where a header is damaged.
         """
-        host, keys = self._parts.host, []
-        for place in places:
-            if host.generation(place):
-                header = host.header(place)
+        parts, keys = self._parts, []
+        for place in removed.places[HOST]:
+            if parts.host.generation(place):
+                header = parts.header(place)
+                if header is None:
+                    return b"".join(key for span in removed.spans for key in parts.index.keys(span))
                 if header.shard == 0:
                     keys.append(header.key)
         return b"".join(keys)

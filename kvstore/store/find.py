@@ -25,7 +25,8 @@ def find_key(parts: Parts, key: bytes, found: Callable[[Any, int], None], absent
             if run.alive:
                 places = parts.index.places([Span(run, 0, run.ready)], HOST, 0).tolist()
                 for i, place in enumerate(places):
-                    if parts.host.generation(place) and parts.host.header(place).key == key:
+                    header = parts.header(place) if parts.host.generation(place) else None
+                    if header is not None and header.key == key:
                         found(run, i)
                         return
         if runs:

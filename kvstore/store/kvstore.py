@@ -66,8 +66,10 @@ class KVStore:
         self.reservations = ReservationTable(parts, self.remover)
         self.pins = PinTable(parts)
         self._lookups = LookupFlow(parts, self.verifier)
-        self._restores = RestoreFlow(parts, self._lookups)
-        self._reserves = ReserveFlow(parts, self.reservations, self.remover, Relocator(parts))
+        self._restores = RestoreFlow(parts, self._lookups, self.remover)
+        self._reserves = ReserveFlow(
+            parts, self.reservations, self.remover, Relocator(parts, self.remover)
+        )
         self._commits = CommitFlow(parts, self.reservations, Publisher(parts, self.remover))
         self._clears = ClearFlow(parts, self.remover)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvstore.core.clock import Clock
 from kvstore.core.config import Config, LimitsSection
+from kvstore.core.errors import CorruptBlock
 from kvstore.core.recorder import Recorder
 from kvstore.core.space import Space
 from kvstore.mover import Mover
@@ -16,7 +17,7 @@ from kvstore.policies.residency import Residency
 from kvstore.store.leases import LeaseTable
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Engine, Session
-from kvstore.tiers.base import AddressableTier
+from kvstore.tiers.base import AddressableTier, BlockHeader
 
 HOST = 0
 TIER_NAMES = ("host",)
@@ -99,6 +100,13 @@ class Parts:
         config = self.config
         named = {t.name for t in config.tenants} | {rule.tenant for rule in config.access}
         return named | {space.tenant for space in self.spaces.values()} | {"default"}
+
+    def header(self, place: int) -> BlockHeader | None:
+        """Header of a READY block's slot; None where it is no longer what was written."""
+        try:
+            return self.host.header(place)
+        except CorruptBlock:
+            return None
 
     def start_reading(self) -> int:
         """A new reader's id: anchors with it keep a block's slot while a worker reads it."""

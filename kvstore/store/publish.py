@@ -31,6 +31,8 @@ class Publisher:
         index, ready = self._parts.index, set[int]()
         for run in runs:
             for span in index.publish(run):
+                if not span.run.alive:
+                    continue  # it went with a parent whose header could not be written
                 try:
                     ready.update(self._commit(span))
                 except TierError:
@@ -72,5 +74,7 @@ class Publisher:
             run, start = run.parent, run.parent.count
         place = index.place(run, start - 1, 0, HOST)
         if place >= 0 and self._parts.host.generation(place):
-            return self._parts.host.header(place).key
+            header = self._parts.header(place)
+            if header is not None:
+                return header.key
         return index.key_before(run, start)

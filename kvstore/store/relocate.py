@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.core.space import Space
 from kvstore.mover import COPY_LINK, Job, Moved
+from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
 
 
@@ -18,8 +19,9 @@ class Relocator:
     A block under a lease stays until the lease ends; the next shortage asks again.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, remover: Remover) -> None:
         self._parts = parts
+        self._remover = remover
         self._active: set[str] = set()
 
     def start(self, space: Space) -> None:
@@ -79,20 +81,22 @@ class Relocator:
             parts.index.unanchor(anchor)
             parts.stop_reading(reader)
             unchanged = bool(block) and host.generation(place) == generation
-            if moved.error is None and unchanged and moved.value == host.checksum(place):
-                tree_run, _, stop = block[-1]
-                if self._is_held(tree_run, stop - 1):
-                    parts.retired.retire(target)
-                    return
-                header = host.header(place)
+            if moved.error is not None or not unchanged:
+                parts.retired.retire(target)
+                return
+            header, (tree_run, _, stop) = parts.header(place), block[-1]
+            if header is None or moved.value != host.checksum(place):
+                parts.retired.retire(target)
+                self._remover.quarantine(place)
+            elif self._is_held(tree_run, stop - 1):
+                parts.retired.retire(target)
+            else:
                 host.commit([(target[0], header, moved.value)])
                 parts.index.set_place(tree_run, stop - 1, shard, HOST, target[0])
                 if place in parts.unverified:
                     parts.unverified.add(target[0])
                     parts.unverified.discard(place)
                 parts.retired.retire([place])
-            else:
-                parts.retired.retire(target)
 
         job = Job(
             COPY_LINK, space.tenant, 0, length,

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.core.completion import Completion
-from kvstore.core.errors import InvalidRequest, LeaseLost, LimitReached
+from kvstore.core.errors import CorruptBlock, InvalidRequest, LeaseLost, LimitReached
 from kvstore.core.lease import Lease
 from kvstore.core.plan import Slots
 from kvstore.mover import COPY_LINK, Job, Moved
 from kvstore.policies.index import Span
+from kvstore.store.evict import Remover
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.parts import HOST, Parts
 from kvstore.store.sessions import Session
@@ -19,9 +20,10 @@ from kvstore.store.sessions import Session
 class RestoreFlow:
     """Serves leased blocks. All are in the host tier, so nothing is waited for."""
 
-    def __init__(self, parts: Parts, lookups: LookupFlow) -> None:
+    def __init__(self, parts: Parts, lookups: LookupFlow, remover: Remover) -> None:
         self._parts = parts
         self._lookups = lookups
+        self._remover = remover
 
     def restore(
         self, session: Session, lease_id: int, first_block: int, block_count: int,
@@ -54,7 +56,7 @@ class RestoreFlow:
         parts, space = self._parts, lease.attachment.space
         shard, length = shard_of(session, lease), space.block_bytes
         place = parts.index.place(run, start, shard, HOST)
-        checksum = parts.host.checksum(place)
+        checksum = self._checksum(place)
         reader = parts.start_reading()
         anchor = parts.index.anchor(run, start + 1, reader)
         answer: Completion[tuple[bytes, bytes]] = Completion()
@@ -80,6 +82,13 @@ class RestoreFlow:
             parts.stop_reading(reader)
             raise LimitReached("the copy queue is full (limits.queue_bytes_per_link); try later")
         return answer
+
+    def _checksum(self, place: int) -> bytes:
+        try:
+            return self._parts.host.checksum(place)
+        except CorruptBlock as error:
+            self._remover.quarantine(place)
+            raise LeaseLost("the block is damaged and was dropped; recompute it") from error
 
     def _path(self, lease: Lease, first_block: int, block_count: int) -> list[Any]:
         last = first_block + block_count if block_count else lease.block_count

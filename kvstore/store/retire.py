@@ -22,7 +22,8 @@ class _Batch:
 class RetiredSlots:
     """Keeps un-published slots from reuse until their leases are over, or their rest is.
 
-    A slot whose bytes nobody can be reading is freed at once.
+    A slot whose bytes nobody can be reading is freed at once. `early_places` counts adopted slots
+    that were retired already but rest still: they come free by themselves.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -31,7 +32,10 @@ class RetiredSlots:
         self._resting: Deadlines[int] = Deadlines()
         self._resting_places: dict[int, list[int]] = {}
         self._next = 0
+        self._adopted: set[int] = set()
+        self._adopted_until = 0.0
         self.waiting_places = 0
+        self.early_places = 0
 
     def retire(self, places: list[int], readers: Iterable[Any] = ()) -> None:
         """Un-publishes `places`; they become free when every reader has ended."""
@@ -43,7 +47,7 @@ class RetiredSlots:
             self._by_reader.setdefault(reader, []).append(batch)
             batch.waiting += 1
         if not batch.waiting:
-            self._tier.free(places)
+            self._free(places)
         else:
             self.waiting_places += len(places)
 
@@ -53,7 +57,7 @@ class RetiredSlots:
             batch.waiting -= 1
             if not batch.waiting:
                 self.waiting_places -= len(batch.places)
-                self._tier.free(batch.places)
+                self._free(batch.places)
 
     def rest(self, places: list[int], until: float) -> None:
         """Keeps `places`, resting already, from reuse until the time `until`."""
@@ -63,7 +67,26 @@ class RetiredSlots:
             self._resting.set(self._next, until)
             self.waiting_places += len(places)
 
+    def adopted(self, places: Iterable[int], until: float) -> None:
+        """Readers of before the start may be in these slots: retired sooner, they rest `until`."""
+        self._adopted.update(places)
+        self._adopted_until = until
+
+    def _free(self, places: list[int]) -> None:
+        if self._adopted:
+            early = [place for place in places if place in self._adopted]
+            self._adopted.difference_update(early)
+            self.early_places += len(early)
+            self.rest(early, self._adopted_until)
+            kept = set(early)
+            places = [place for place in places if place not in kept]
+        self._tier.free(places)
+
     def tick(self, now: float) -> None:
+        if self._adopted_until and now >= self._adopted_until:
+            self._adopted.clear()
+            self._adopted_until = 0.0
+            self.early_places = 0
         for key in self._resting.pop_due(now):
             places = self._resting_places.pop(key)
             self.waiting_places -= len(places)

@@ -113,8 +113,9 @@ class Verifier:
         while self._backlog and byte_count < JOB_BYTES:
             place = self._backlog.popleft()
             if place in self._parts.unverified:
+                header = self._parts.header(place)
                 batch.append(place)
-                byte_count += self._parts.host.header(place).length
+                byte_count += header.length if header is not None else 0
         if not batch:
             return
         self._running = True
@@ -130,26 +131,33 @@ class Verifier:
     def _check(
         self, places: list[int], then: Callable[[], None], result: VerifyResult | None = None
     ) -> bool:
-        host = self._parts.host
+        parts, host = self._parts, self._parts.host
         stamps: list[Stamp] = [(place, host.generation(place)) for place in places]
-        todo = [(p, host.header(p).length, host.checksum(p)) for p, g in stamps if g]
+        todo, bad = [], set[int]()
+        for place, generation in stamps:
+            header = parts.header(place) if generation else None
+            if header is not None:
+                todo.append((place, header.length, host.checksum(place)))
+            elif generation:
+                bad.add(place)
         byte_count = sum(length for _, length, _ in todo)
 
         def done(moved: Moved) -> None:
             if moved.error is None:
-                bad = {place for (place, _, _), ok in zip(todo, moved.value, strict=True) if not ok}
+                bad.update(p for (p, _, _), ok in zip(todo, moved.value, strict=True) if not ok)
                 self._checked(stamps, bad, result)
-                self._parts.recorder.copied(CHECK_LINK, byte_count, moved.seconds)
+                parts.recorder.copied(CHECK_LINK, byte_count, moved.seconds)
                 if result is not None:
                     result.verified_blocks += len(todo)
                     result.verified_bytes += byte_count
             then()
+            self._go_on()
 
         job = Job(
             CHECK_LINK, "", 0, byte_count, lambda: [host.verify(*item) for item in todo], done
         )
-        if not self._parts.mover.submit(job):
-            self._parts.recorder.queue_rejected(CHECK_LINK)
+        if not parts.mover.submit(job):
+            parts.recorder.queue_rejected(CHECK_LINK)
             return False
         return True
 
@@ -159,10 +167,11 @@ class Verifier:
                 continue
             self._parts.unverified.discard(place)
             if place in bad:
-                key = self._parts.host.header(place).key.hex()
+                header = self._parts.header(place)
                 if result is not None:
                     result.corrupt_blocks += 1
                     result.findings.append(
-                        f"block {key} in {TIER_NAMES[HOST]} does not match its checksum: dropped"
+                        f"block {header.key.hex() if header is not None else '(header damaged)'} "
+                        f"in {TIER_NAMES[HOST]} does not match its checksum: dropped"
                     )
                 self._remover.quarantine(place)

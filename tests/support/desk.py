@@ -172,7 +172,11 @@ class Desk:
     def __init__(self, size: int | str = "1MiB", late: bool = False, **changes: Any) -> None:
         limits = dict.fromkeys(UNLIMITED, "1GiB")
         sections = changes.pop("sections", {})
-        sections = {**sections, "limits": {**limits, **sections.get("limits", {})}}
+        sections = {
+            "index": {"max_blocks": 100_000},
+            **sections,
+            "limits": {**limits, **sections.get("limits", {})},
+        }
         self.clock = ManualClock()
         self.mover = SimulatedMover(Random(changes.pop("seed", 0))) if late else None
         self.store = InProcessStore(
