@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -49,38 +48,22 @@ def socket_path(address: str) -> str:
     return address.removeprefix("unix://").removeprefix("unix:")
 
 
-class SizeValue(click.ParamType):
-    """Bytes such as `8GiB`; `none` where a limit may be taken away, which becomes 0."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int) or value == "none":
-            return value if isinstance(value, int) else 0
-        try:
-            return int(parse_size(value))
-        except ValueError as error:
-            self.fail(f"{error}, or none", param, ctx)
+def size_value(text: str) -> int:
+    """Type of an option: bytes such as `8GiB`, or `none`, which takes a limit away and is 0."""
+    if text == "none":
+        return 0
+    try:
+        return int(parse_size(text))
+    except ValueError as error:
+        raise click.BadParameter(f"{error}, or none") from error
 
 
-class DurationValue(click.ParamType):
-    """Seconds such as `90`, `90s`, `15m`, `1h30m` or `2d`, up to `most`."""
-
-    name = "DURATION"
-
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        try:
-            seconds = value if isinstance(value, float) else parse_duration(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if seconds > self._most:
-            self.fail(f"{value} is too long; pass at most {duration_text(self._most)}", param, ctx)
-        return seconds
+def duration_value(text: str) -> float:
+    """Type of an option: seconds such as `90`, `90s`, `15m`, `1h30m` or `2d`."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def parse_duration(text: str) -> float:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.admin import (
-    DurationValue,
     connected,
     counted,
     duration_text,
+    duration_value,
     socket_path,
     spinner,
 )
@@ -36,7 +36,7 @@ CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 @click.command()
 @click.option("--free", is_flag=True, help="Give the host pool up instead of keeping it.")
 @click.option(
-    "--deadline", type=DurationValue(DEADLINE_SECONDS_MAX), default=10.0, show_default="10s",
+    "--deadline", type=duration_value, metavar="DURATION", default="10s", show_default=True,
     help="How long leases and puts may take to end; 0 is at once, 1h the most.",
 )  # fmt: skip
 @socket_option
@@ -47,6 +47,8 @@ def command(free: bool, deadline: float, socket: str | None, as_json: bool) -> N
     A pool in shared memory stays for the next start unless --free is given. Ctrl-C ends the
     waiting, not the drain. Exit 1 if the daemon is still there well after the deadline.
     """
+    if deadline > DEADLINE_SECONDS_MAX:
+        raise click.BadParameter("pass 1h at most", param_hint="--deadline")
     began = perf_seconds()
     with connected(socket) as client, _process(socket_path(target(socket))) as process:
         before = client.status()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.admin import DurationValue, connected, counted, duration_text
+from kvstore.cli.admin import connected, counted, duration_text, duration_value
 from kvstore.cli.output import json_option, print_json, socket_option
 from kvstore.core.errors import NotFound
 from kvstore.core.keys import BLOCK_KEY_BYTES
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", metavar="KEY_OR_REQUEST_ID")
 @click.option(
-    "--ttl", type=DurationValue(), default=3600.0, show_default="1h",
+    "--ttl", type=duration_value, metavar="DURATION", default="1h", show_default=True,
     help="For how long, such as 90s, 30m, 1h30m or 1d.",
 )  # fmt: skip
 @socket_option

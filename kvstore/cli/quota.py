@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.admin import SizeValue, connected
+from kvstore.cli.admin import connected, size_value
 from kvstore.cli.output import json_option, print_json, print_table, socket_option
 from kvstore.core.errors import NotFound
 from kvstore.core.sizes import format_bytes
@@ -40,8 +40,15 @@ def get_command(tenant: str | None, socket: str | None, as_json: bool) -> None:
 @command.command("set")
 @click.argument("tenant")
 @click.option("--tier", default="host", show_default=True, metavar="TIER")
-@click.option("--cap", type=SizeValue(), help="The most it may hold; none takes the cap away.")
-@click.option("--floor", type=SizeValue(), help="What is never evicted for other tenants; or none.")
+@click.option(
+    "--cap", type=size_value, metavar="SIZE", help="The most it may hold; none takes the cap away."
+)
+@click.option(
+    "--floor",
+    type=size_value,
+    metavar="SIZE",
+    help="What is never evicted for other tenants; or none.",
+)
 @socket_option
 @json_option
 def set_command(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ID_DIGITS = 64
 ID_DIGITS_SHOWN = 16
 ID_DIGITS_MIN = 8
+REVISION_DIGITS_SHOWN = 12
 COLUMNS = ("space", "tenant", "model", "blocks of", "epoch", "blocks", "bytes", "engines")
 
 
@@ -55,7 +56,7 @@ def _row(space: dict[str, Any]) -> list[Any]:
     return [
         space["space_id"][:ID_DIGITS_SHOWN],
         space["tenant"],
-        f"{spec['model']} @ {spec['revision']}",
+        f"{spec['model']} @ {spec['revision'][:REVISION_DIGITS_SHOWN]}",
         describe(spec),
         space["epoch"],
         space["block_count"],
