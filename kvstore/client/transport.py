@@ -117,7 +117,7 @@ class DirectTransport:
     `call(method, request)` answers with the response message, or an iterable of them where the
     method streams; it must stand calls from several threads. `staging` is the memory that Commit
     reads, `pools(attach_response)` the pools that slots point into; without them bytes travel in
-    the messages.
+    the messages. `poll` raises Disconnected once the store is gone.
     """
 
     def __init__(
@@ -126,12 +126,14 @@ class DirectTransport:
         staging: memoryview | None = None,
         pools: Callable[[pb.AttachResponse], Sequence[MappedPool]] | None = None,
         close: Callable[[], None] | None = None,
+        poll: Callable[[], None] | None = None,
     ) -> None:
         self.on_notice: NoticeHandler = ignore_notice
         self._call = call
         self._staging = staging
         self._pools = pools
         self._close = close
+        self._poll = poll
 
     def open(
         self, request: pb.OpenSessionRequest, timeout: float
@@ -172,7 +174,8 @@ class DirectTransport:
         return self._call(method, requests)
 
     def poll(self) -> None:
-        pass
+        if self._poll is not None:
+            self._poll()
 
     def close(self) -> None:
         if self._close is not None:

@@ -34,19 +34,23 @@ class Peer:
         if staging_bytes is not None:
             self._staging = Staging(store.sessions.staging.take(staging_bytes))
         self.transport = DirectTransport(
-            self.call, self._staging.view if self._staging else None, self._pools, self._close
-        )
+            self.call, self._staging.view if self._staging else None, self._pools, self._close,
+            self._check,
+        )  # fmt: skip
 
     def call(self, method: str, request: Any) -> Any:
         store = self._store
         with store.lock:
-            if store.life != self._life:
-                raise Disconnected("the store of this connection is gone")
+            self._check()
             store.tick_if_due()
             try:
                 return self._answer(method, request)
             finally:
                 store.drain()
+
+    def _check(self) -> None:
+        if self._store.life != self._life:
+            raise Disconnected("the store of this connection is gone")
 
     def _answer(self, method: str, request: Any) -> Any:
         store = self._store

@@ -1,0 +1,154 @@
+"""Events: a subscriber can rebuild which blocks are readable, at every moment."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from kvstore.core.errors import TierError
+from kvstore.events import KVEvent
+from kvstore.testing import MemoryTier
+
+TOKENS = list(range(32))
+
+
+class Follower:
+    """A router's view: the READY keys of each (space, medium), from events alone."""
+
+    def __init__(self, desk: Any, tenant: str | None = None, start: int = 1) -> None:
+        self.keys: dict[tuple[bytes, str], set[bytes]] = {}
+        self.parents: dict[bytes, bytes] = {}
+        self.last = start - 1
+        desk.store.events.subscribe(tenant, start, self.hear)
+
+    def hear(self, event: KVEvent) -> None:
+        assert event.sequence > self.last
+        self.last = event.sequence
+        known = self.keys.setdefault((event.space_id, event.medium), set())
+        keys = [event.keys[i : i + 16] for i in range(0, len(event.keys), 16)]
+        assert len(set(keys)) == len(keys)
+        if event.kind == "stored":
+            assert not known & set(keys), "a block was stored twice"
+            assert len(event.symbols) == len(keys) * 4 * event.block_size
+            for parent, key in zip([event.parent_key, *keys], keys, strict=False):
+                self.parents[key] = parent
+            known.update(keys)
+        elif event.kind == "removed":
+            assert known >= set(keys), "a block was removed that was not there"
+            known.difference_update(keys)
+        else:
+            known.clear()
+
+    def of(self, engine: Any) -> set[bytes]:
+        return self.keys.get((engine.space.id, "host"), set())
+
+
+def test_events_tell_what_is_readable(make_desk: Any) -> None:
+    """The set of READY keys follows from Stored, Removed and Cleared, without gaps or repeats."""
+    desk = make_desk(sections={"tenants": [{"name": "b"}]})
+    everything, only_b = Follower(desk), Follower(desk, "b")
+    random = Random(5)
+    engines = [desk.engine(), desk.engine(model="other"), desk.engine("b")]
+    for n in range(120):
+        engine = random.choice(engines)
+        tokens = [random.randrange(3) for _ in range(4 * random.randrange(1, 12))]
+        action = random.random()
+        if action < 0.8:
+            engine.put(tokens * random.randrange(1, 4))
+        elif action < 0.85:
+            desk.wait(desk.kv.clear(engine.space.id))
+        elif action < 0.9:
+            desk.wait(desk.kv.bump_epoch(engine.space.id))
+        else:
+            engine.put([n] * 800)
+        for engine in engines:
+            assert everything.of(engine) == ready_keys(desk, engine)
+        assert only_b.of(engines[2]) == everything.of(engines[2])
+        assert not only_b.of(engines[0])
+
+
+def ready_keys(desk: Any, engine: Any) -> set[bytes]:
+    """What is READY in truth, from the headers in the tier."""
+    parts = desk.kv.parts
+    return {
+        parts.host.header(place).key
+        for run in parts.index.runs()
+        if run.root.space is engine.space
+        for place in parts.index.places([(run, 0, run.ready)], 0, 0).tolist()
+    }
+
+
+def test_parents_link_up(desk: Any, engine: Any) -> None:
+    """Every Stored event names the key before its first block, so that chains can be rebuilt."""
+    follower = Follower(desk)
+    for n in (2, 5, 8):
+        engine.put(TOKENS[: 4 * n])
+    engine.put([*TOKENS[:12], *[7] * 8])
+    keys = engine.keys(TOKENS)
+    assert [follower.parents[key] for key in keys[1:]] == keys[:-1]
+    fork = engine.keys([*TOKENS[:12], *[7] * 8])
+    assert follower.parents[fork[3]] == keys[2]
+
+
+def test_late_subscribers_get_what_is_kept(make_desk: Any) -> None:
+    """A subscriber from a number on gets kept events from there; from 0, only new ones."""
+    desk = make_desk(sections={"limits": {"events_kept": 10}})
+    engine = desk.engine()
+    for n in range(30):
+        engine.put([n] * 4)
+    log = desk.store.events
+    assert (log.oldest, log.sequence) == (21, 30)
+    heard: list[int] = []
+    from_the_middle = log.subscribe(None, 25, lambda event: heard.append(event.sequence))
+    log.subscribe(None, 0, lambda event: heard.append(-event.sequence))
+    engine.put([99] * 4)
+    assert heard == [*range(25, 31), 31, -31]
+    from_the_middle.close()
+    from_the_middle.close()
+    assert log.subscriber_count == 1
+
+
+def test_shards_are_one_event(desk: Any) -> None:
+    """A block of several shards is stored once, when all are there, and removed once."""
+    follower = Follower(desk)
+    ranks = [desk.engine(shard=shard, shard_count=2) for shard in range(2)]
+    ranks[0].put(TOKENS)
+    assert not follower.of(ranks[0])
+    ranks[1].put(TOKENS)
+    assert follower.of(ranks[0]) == set(ranks[0].keys(TOKENS))
+    desk.engine(model="other").put([1] * 1024)
+    assert not follower.of(ranks[0])
+
+
+class UnwritableTier(MemoryTier):
+    """Commits fail while `broken`."""
+
+    broken = False
+
+    def commit(self, blocks: Any) -> list[int]:
+        if self.broken:
+            raise TierError("the header cannot be written")
+        return super().commit(blocks)
+
+
+def test_headers_that_cannot_be_written(make_desk: Any) -> None:
+    """I4: blocks whose header the tier cannot write are rejected with all below, and not told."""
+    tier = UnwritableTier(1 << 20)
+    desk = make_desk(tier=tier)
+    engine = desk.engine()
+    follower = Follower(desk)
+    engine.put(TOKENS[:8])
+    engine.put([*TOKENS[:8], 50, 51, 52, 53])
+    answer = engine.reserve(TOKENS)
+    other = desk.engine()
+    below = other.reserve([*TOKENS, 9, 9, 9, 9])
+    assert other.commit(below.reservation_id, [*TOKENS, 9, 9, 9, 9], 8, 1) == "O"
+    assert engine.commit(answer.reservation_id, TOKENS, 3, 5) == "OOOOO"
+    tier.broken = True
+    assert engine.commit(answer.reservation_id, TOKENS, 2, 1) == "-"
+    desk.settle()
+    tier.broken = False
+    assert engine.matched(TOKENS) == 2
+    assert len(follower.of(engine)) == 3
+    assert desk.kv.status().reservation_count == 0
+    assert engine.put(TOKENS) == "PPSSSSSS"
