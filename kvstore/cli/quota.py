@@ -39,15 +39,10 @@ def get_command(tenant: str | None, socket: str | None, as_json: bool) -> None:
 
 @command.command("set")
 @click.argument("tenant")
-@click.option("--tier", default="host", show_default=True, metavar="TIER")
+@click.option("--tier", default="host", show_default=True, metavar="TIER", help="In which tier.")
+@click.option("--cap", type=size_value, metavar="SIZE", help="The most it may hold; or none.")
 @click.option(
-    "--cap", type=size_value, metavar="SIZE", help="The most it may hold; none takes the cap away."
-)
-@click.option(
-    "--floor",
-    type=size_value,
-    metavar="SIZE",
-    help="What is never evicted for other tenants; or none.",
+    "--floor", type=size_value, metavar="SIZE", help="What is never evicted for others; or none."
 )
 @socket_option
 @json_option
