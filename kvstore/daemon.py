@@ -276,7 +276,7 @@ class Daemon:
         _log.info("draining for at most %.1f s", deadline_seconds)
 
     async def _close(self) -> None:
-        self.state = "draining"
+        served, self.state = self.state != "starting", "draining"
         if hasattr(self, "_lane"):
             await self._lane.close()
             await self._grpc.stop(0.5)
@@ -287,7 +287,8 @@ class Daemon:
             self._host.close(keep=not self._free_pool)
         for lock in self._locks:
             lock.release()
-        _log.info("stopped")
+        if served:
+            _log.info("stopped")
 
 
 def _harden() -> None:
