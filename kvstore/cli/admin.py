@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.client import KVClient
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def duration_value(text: str) -> float:
 def parse_duration(text: str) -> float:
     """Seconds of `90`, `1.5h` or `1h30m`; raises ValueError."""
     compact = text.replace(" ", "")
-    if re.fullmatch(r"\d+(\.\d+)?", compact):
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", compact):
         return float(compact)
     if not re.fullmatch(f"(?:{_PART.pattern})+", compact):
         raise ValueError(f"{text!r} is no duration; write it like 90s, 15m, 1h30m or 2d")
