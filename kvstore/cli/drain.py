@@ -131,5 +131,5 @@ def _text(result: dict[str, Any]) -> str:
     for count, noun in ((result["cut_leases"], "lease"), (result["cut_puts"], "put")):
         cuts += [counted(count, noun)] if count else []
     cut = f"; {' and '.join(cuts)} cut short" if cuts else ""
-    pool = "its pool is given up" if result["freed"] else "its pool stays for the next start"
+    pool = "its pool is given up" if result["freed"] else "a shm pool stays for the next start"
     return f"the daemon left after {duration_text(result['seconds'])}{cut}; {pool}"
