@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from kvstore.client import KVClient
 
 ID_DIGITS = 64
-ID_DIGITS_SHOWN = 16
+ID_DIGITS_SHOWN = 12
 ID_DIGITS_MIN = 8
-REVISION_DIGITS_SHOWN = 12
-COLUMNS = ("space", "tenant", "model", "blocks of", "epoch", "blocks", "bytes", "engines")
+REVISION_DIGITS_SHOWN = 8
+COLUMNS = ("space", "tenant", "epoch", "blocks", "bytes", "engines", "model", "blocks of")
 
 
 @click.command()
@@ -56,12 +56,12 @@ def _row(space: dict[str, Any]) -> list[Any]:
     return [
         space["space_id"][:ID_DIGITS_SHOWN],
         space["tenant"],
-        f"{spec['model']} @ {spec['revision'][:REVISION_DIGITS_SHOWN]}",
-        describe(spec),
         space["epoch"],
         space["block_count"],
         format_bytes(total_bytes(space)),
         space["attachment_count"],
+        f"{spec['model']} @ {spec['revision'][:REVISION_DIGITS_SHOWN]}",
+        describe(spec),
     ]
 
 
