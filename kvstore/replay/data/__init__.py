@@ -1,0 +1,1 @@
+"""Traces that come with the package; NOTICE says whose they are."""
