@@ -30,6 +30,7 @@ Labels = tuple[str, ...]
 HANDLER_BUCKETS = (
     20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.2, 1.0,
 )  # fmt: skip
+STALL_BUCKETS = (0.5e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 7e-3, 10e-3, 20e-3, 50e-3, 0.2, 1.0)
 COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
 
 TIERS = ("host",)
@@ -91,7 +92,7 @@ TABLE = (
     ),
     Row(
         "kvstore_loop_stall_seconds", HISTOGRAM,
-        "Time the owner thread was late for its own timer.", buckets=HANDLER_BUCKETS,
+        "Time the owner thread was late for its own timer.", buckets=STALL_BUCKETS,
     ),
     Row("kvstore_put_blocks_total", COUNTER, "Blocks of puts.", {"outcome": OUTCOMES}),
     Row("kvstore_put_bytes_total", COUNTER, "Payload bytes that became READY."),

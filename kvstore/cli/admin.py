@@ -33,7 +33,7 @@ def connected(socket: str | None) -> Iterator[KVClient]:
             f"--socket is {address!r}; pass a socket's path: operators work on the daemon's host",
             click.get_current_context(silent=True),
         )
-    with KVClient.connect(address, client_name="kvstore command line") as client:
+    with KVClient.connect(address, client_name="kvstore command line", staging_bytes=1) as client:
         if client.role != "admin":
             verb = click.get_current_context().command_path
             raise PermissionDenied(

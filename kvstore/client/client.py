@@ -40,11 +40,14 @@ class KVClient:
         attach_timeout_seconds: float = 5.0,
         admin_timeout_seconds: float = 10.0,
         client_name: str = "",
+        staging_bytes: int = 0,
     ) -> KVClient:
         """Connects to `unix:///path` on this host or `host:port` with `tls`.
 
         Without an address it looks where KVSTORE_SOCKET says, then in $XDG_RUNTIME_DIR/kvstore
-        and /run/kvstore. Raises StoreUnavailable when no daemon answers.
+        and /run/kvstore. `staging_bytes` is how much memory puts go through; 0 takes the daemon's
+        default, and one that never puts needs next to none. Raises StoreUnavailable when no
+        daemon answers.
         """
         clock = SystemClock()
         timeouts = Timeouts(
@@ -56,7 +59,7 @@ class KVClient:
         connect = connector(address, tls, clock)
         return cls.over(
             connect, timeouts=timeouts, clock=clock, client_name=client_name,
-            address=address or "the default socket",
+            address=address or "the default socket", staging_bytes=staging_bytes,
         )  # fmt: skip
 
     @classmethod
@@ -69,14 +72,16 @@ class KVClient:
         client_name: str = "",
         background: bool = True,
         address: str = "",
+        staging_bytes: int = 0,
     ) -> KVClient:
         """A client over connections that `connect(timeout)` makes, such as DirectTransport.
 
         With `background` False nothing happens by itself: the owner calls `keep` now and then.
         """
         link = Link(
-            connect, clock or SystemClock(), timeouts or Timeouts(), client_name, background
-        )
+            connect, clock or SystemClock(), timeouts or Timeouts(), client_name, background,
+            staging_bytes,
+        )  # fmt: skip
         link.open()
         return cls(link, address)
 

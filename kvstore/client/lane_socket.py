@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from kvstore.client.frames import Frame, FrameError, FrameReader, close_all
 from kvstore.client.transport import CallTimeout, Disconnected
 from kvstore.core.clock import Clock
+from kvstore.core.lane import LANE_SUFFIX
 
 RECEIVE_BYTES = 256 << 10
 DESCRIPTOR_MAX = 253  # what Linux passes with one message
@@ -141,11 +142,20 @@ def _connect(path: str, timeout: float) -> socket.socket:
         connection.setblocking(False)
     except OSError as error:
         connection.close()
-        raise Disconnected(
-            f"no daemon answers at {path} ({error.strerror or error}); start `kvstore serve`, or "
-            "say where it is with KVSTORE_SOCKET"
-        ) from error
+        raise Disconnected(_unreachable(path.removesuffix(LANE_SUFFIX), error)) from error
     return connection
+
+
+def _unreachable(path: str, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return (
+            f"uid {os.geteuid()} may not connect to {path}; run as the daemon's user, or set "
+            "server.socket_group to a group of yours"
+        )
+    return (
+        f"no daemon answers at {path} ({error.strerror or error}); start `kvstore serve`, or say "
+        "where it is with --socket or KVSTORE_SOCKET"
+    )
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

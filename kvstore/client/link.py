@@ -64,6 +64,7 @@ class Link:
         timeouts: Timeouts,
         name: str = "",
         background: bool = True,
+        staging_bytes: int = 0,
     ) -> None:
         self.clock = clock
         self.timeouts = timeouts
@@ -71,6 +72,7 @@ class Link:
         self._connect = connect
         self._name = name or client_name()
         self._background = background
+        self._staging_bytes = staging_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._wake = threading.Event()
@@ -259,7 +261,9 @@ class Link:
             timeout = self.timeouts.probe_seconds
         transport = self._connect(timeout)
         try:
-            session = Session(transport, self.clock, self._name, timeout, self.trouble)
+            session = Session(
+                transport, self.clock, self._name, self._staging_bytes, timeout, self.trouble
+            )
             for space in list(self._spaces):
                 self._attach_again(session, space, timeout)
         except BaseException:

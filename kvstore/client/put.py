@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,15 @@ class PutResult:
     rejected: int = 0
     pending: int = 0
     reason: str = ""
+
+    def and_left_out(self, count: int) -> PutResult:
+        """The same with `count` more blocks that were too far into the prompt to be sent."""
+        if not count:
+            return self
+        reason = (
+            self.reason or f"the last {count} blocks are beyond what limits.message_bytes holds"
+        )
+        return replace(self, rejected=self.rejected + count, reason=self.reason or reason)
 
 
 class PutHandle:

@@ -35,6 +35,7 @@ from kvstore.proto.v1 import kvstore_pb2 as pb
 if TYPE_CHECKING:
     from kvstore.client.space import Space
 
+DEFAULT_MESSAGE_BYTES = 4 << 20
 RENEW_PART = 1 / 3
 HEARTBEAT_PART = 1 / 3
 TOUCH_BYTES = 64 << 20  # a few milliseconds
@@ -66,8 +67,9 @@ class Session:
     """
 
     def __init__(
-        self, transport: Transport, clock: Clock, client_name: str, timeout: float, trouble: Trouble
-    ) -> None:
+        self, transport: Transport, clock: Clock, client_name: str, staging_bytes: int,
+        timeout: float, trouble: Trouble,
+    ) -> None:  # fmt: skip
         self.transport = transport
         self.clock = clock
         self.ended = ""
@@ -79,7 +81,9 @@ class Session:
         self._dropped: deque[Lease] = deque()
         self._untouched: deque[tuple[MappedPool, int]] = deque()
         transport.on_notice = self._notice
-        request = pb.OpenSessionRequest(client_name=client_name, protocol_minor=PROTOCOL_MINOR)
+        request = pb.OpenSessionRequest(
+            client_name=client_name, protocol_minor=PROTOCOL_MINOR, staging_bytes=staging_bytes
+        )
         self.last_heard = clock.now()
         try:
             self.info, segment = transport.open(request, timeout)
@@ -87,6 +91,11 @@ class Session:
             raise StoreUnavailable(str(error)) from error
         self.staging = None if segment is None else Staging(segment)
         self._spoke = self.last_heard
+
+    @property
+    def message_bytes(self) -> int:
+        """The longest message that the daemon takes."""
+        return self.info.limits.message_bytes or DEFAULT_MESSAGE_BYTES
 
     def attach(self, space: Space, timeout: float) -> Attachment:
         request = pb.AttachRequest(

@@ -13,7 +13,7 @@ from kvstore.client.link import Link
 from kvstore.client.match import Match
 from kvstore.client.put import Put, PutHandle, PutResult
 from kvstore.client.session import Attachment
-from kvstore.client.wire import Tokens, fill_hints, fill_prompt
+from kvstore.client.wire import Tokens, fill_hints, fill_prompt, fit_prompt
 from kvstore.core.errors import InvalidRequest, NotFound
 from kvstore.core.plan import ReuseHints
 from kvstore.core.spec import KVSpec
@@ -69,6 +69,7 @@ class Space:
         fill_prompt(
             request.prompt, self.spec, token_ids, hashes, adapter, cache_salt, extra_digests
         )
+        fit_prompt(request.prompt, self.spec, attachment.session.message_bytes)
         if request_id:
             request.request_id = request_id
         if deadline_seconds is not None:
@@ -178,16 +179,22 @@ class Space:
             raise InvalidRequest(f"first_block is {first_block}; the prompt has {stop} full blocks")
         width, count = attachment.block_bytes, stop - first_block
         source = BlockBuffers(blocks, count, width, "blocks", first_block)
+        fit = fit_prompt(prompt, self.spec, attachment.session.message_bytes)
+        left_out = min(count, stop - fit)
+        count -= left_out
         if not count:
-            return PutResult()
+            return PutResult().and_left_out(left_out)
         request.request_id = request_id or ""
         if hints is not None:
             fill_hints(request.reuse, hints)
         limit = self._link.timeouts.put_seconds
         symbol_bytes = prompt.hash_bytes or 4 * self.spec.block_size
         if attachment.session.staging is None:
-            return inline.put(attachment, request, source, count, symbol_bytes, limit)
-        return Put(attachment, request, source, first_block, count, symbol_bytes, limit).run()
+            result = inline.put(attachment, request, source, count, symbol_bytes, limit)
+        else:
+            put = Put(attachment, request, source, first_block, count, symbol_bytes, limit)
+            result = put.run()
+        return result.and_left_out(left_out)
 
     def put_async(
         self,

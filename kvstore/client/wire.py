@@ -25,6 +25,8 @@ ERRORS: dict[str, type[KVStoreError]] = {
     )
 }  # fmt: skip
 
+MESSAGE_MARGIN_BYTES = 8192  # what a request holds beside its prompt
+
 
 def error_of(code: str, message: str) -> KVStoreError:
     """The exception a status code and its sentence stand for."""
@@ -92,6 +94,19 @@ def cut_prompt(prompt: pb.Prompt, symbols: bytes, symbol_bytes: int, stop: int) 
         prompt.hashes = kept
     else:
         prompt.tokens = kept
+
+
+def fit_prompt(prompt: pb.Prompt, spec: KVSpec, message_bytes: int) -> int:
+    """Cuts a prompt that no message holds to the blocks that fit; answers with their number.
+
+    What is left is a prefix, so it finds and stores less, never something else.
+    """
+    symbols = prompt.tokens or prompt.hashes
+    width = prompt.hash_bytes or 4 * spec.block_size
+    room = message_bytes - (prompt.ByteSize() - len(symbols)) - MESSAGE_MARGIN_BYTES
+    if len(symbols) > room:
+        cut_prompt(prompt, symbols, width, max(room, 0) // width)
+    return len(prompt.tokens or prompt.hashes) // width
 
 
 def plan_of(message: pb.Plan) -> RestorePlan:

@@ -62,7 +62,8 @@ class StagingBudget:
         """
         wanted = min(wanted_bytes or self._default_bytes, self._session_bytes)
         size = -(-wanted // _PAGE) * _PAGE
-        if self.used_bytes + size > self._total_bytes:
+        # A page is always to be had: operators' commands put nothing and must get in.
+        if size > _PAGE and self.used_bytes + size > self._total_bytes:
             raise LimitReached(
                 f"limits.staging_bytes ({self._total_bytes}) is used up by other sessions; "
                 "ask for a smaller staging_bytes or raise the limit"

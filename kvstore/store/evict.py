@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from kvstore.core.keys import BLOCK_KEY_BYTES
 from kvstore.core.space import Space
@@ -10,6 +11,8 @@ from kvstore.policies.index import Anchor, Removed, Run, Span
 from kvstore.policies.residency import Drop
 from kvstore.store.parts import HOST, TIER_NAMES, Parts
 from kvstore.store.sessions import Session
+
+TRIM_DROPS = 64
 
 
 class Remover:
@@ -34,6 +37,16 @@ class Remover:
         residency = self._parts.residency
         for action in residency.make_room(HOST, space.pool, space.tenant, byte_count, 0):
             self.drop(action)
+
+    def trim(self, pool: str, tenant: str) -> None:
+        """Evicts what a tenant holds above its cap, a slice at a time."""
+        actions = self._parts.residency.make_room(HOST, pool, tenant, 0)
+        dropped = 0
+        for action in islice(actions, TRIM_DROPS):
+            self.drop(action)
+            dropped += 1
+        if dropped == TRIM_DROPS:
+            self._parts.defer(lambda: self.trim(pool, tenant))
 
     def removed(self, space: Space, removed: Removed, reason: str) -> None:
         """Un-publishes what the index let go of; slots under a lease rest until it ends."""

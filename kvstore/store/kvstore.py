@@ -51,6 +51,7 @@ from kvstore.store.views import space_views, status_view, tenant_view, tenant_vi
 from kvstore.tiers.base import SharedPool
 
 SESSION_TTL_SECONDS = 10.0
+ADMIN_PLACES = 16
 
 
 class KVStore:
@@ -96,7 +97,9 @@ class KVStore:
         parts = self.parts
         if parts.draining and role != "admin":
             raise Draining("the daemon is draining and opens no new sessions")
-        if len(parts.sessions) >= parts.limits.sessions:
+        # Operators must get in when engines have taken every place.
+        places = parts.limits.sessions + (ADMIN_PLACES if role == "admin" else 0)
+        if len(parts.sessions) >= places:
             parts.recorder.limit_rejected("sessions")
             raise LimitReached(
                 f"{len(parts.sessions)} sessions are open, the limit limits.sessions; "
@@ -282,10 +285,12 @@ class KVStore:
         self._check_tier(tier)
         if tenant not in self.parts.known_tenants():
             raise NotFound(f"tenant {tenant!r} is unknown; name one of the [[access]] rules")
+        self._check_floors(tenant, floor_bytes or 0)
         residency, old = self.parts.residency, self.parts.residency.quota(tenant, HOST)
         cap = old.cap_bytes if cap_bytes is None else cap_bytes or None
         floor = old.floor_bytes if floor_bytes is None else floor_bytes or None
         residency.set_quota(tenant, HOST, cap, floor)
+        self.remover.trim(self.parts.pool_of(tenant), tenant)
         return tenant_view(self.parts, tenant)
 
     def pin(
@@ -347,7 +352,11 @@ class KVStore:
         return self.verifier.verify_all()
 
     def drain(self, deadline_seconds: float, free: bool) -> None:
-        """Grants nothing new, tells every session, and lets the daemon stop when all is quiet."""
+        """Grants nothing new, tells every session, and lets the daemon stop when all is quiet.
+
+        A deadline of 0 takes the configured one, `server.drain_seconds`.
+        """
+        deadline_seconds = deadline_seconds or self.parts.config.server.drain_seconds
         self.parts.draining = True
         for session in list(self.parts.sessions.values()):
             if session.notify is not None:
@@ -377,6 +386,21 @@ class KVStore:
         parts.host.check_integrity()
         parts.leases.check_integrity()
         self.reservations.check_integrity()
+
+    def _check_floors(self, tenant: str, floor_bytes: int) -> None:
+        """Refuses a floor that the pool cannot keep beside everybody else's."""
+        parts, pool = self.parts, self.parts.pool_of(tenant)
+        capacity = parts.host.usage(pool).capacity_bytes
+        others = sum(
+            parts.residency.quota(other, HOST).floor_bytes or 0
+            for other in parts.known_tenants()
+            if other != tenant and parts.pool_of(other) == pool
+        )
+        if others + floor_bytes > capacity:
+            raise InvalidRequest(
+                f"floor_bytes is {floor_bytes}, and other tenants' floors take {others} of the "
+                f"pool's {capacity} bytes; lower one"
+            )
 
     def _known(self, space: bytes) -> Space:
         found = self.parts.spaces.get(space)

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from peers import CallError, Engine, LanePeer
 from served import ServedStore, config_for_tests, serving
@@ -148,7 +149,10 @@ def test_opening_twice_is_refused(lane: Any) -> None:
 
 def test_session_limit(tmp_path: Path) -> None:
     """Over limits.sessions a peer is told RESOURCE_EXHAUSTED; its staging is given back."""
-    with serving(tmp_path, config_for_tests(limits={"sessions": 2})) as daemon:
+    config = config_for_tests(limits={"sessions": 2})
+    # Operators have places of their own; these peers are engines.
+    config = msgspec.structs.replace(config, access=(AccessRule(uid=os.getuid()),))
+    with serving(tmp_path, config) as daemon:
         peers = [LanePeer(daemon.lane_path) for _ in range(3)]
         peers[0].open()
         peers[1].open()

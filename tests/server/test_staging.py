@@ -39,15 +39,18 @@ def test_a_client_cannot_resize_or_unseal_it() -> None:
 
 
 def test_budget_rounds_cuts_and_refuses() -> None:
-    """Segments are whole pages within the session's limit, and together within the total."""
+    """Segments are whole pages within the session's limit, and together within the total; a single
+    page is always to be had, for operators.
+    """
     budget = StagingBudget(default_bytes=8192, session_bytes=16384, total_bytes=32768)
     assert budget.take(0) == 8192
     assert budget.take(5000) == 8192
     assert budget.take(1 << 60) == 16384
     with pytest.raises(LimitReached, match="staging_bytes"):
-        budget.take(1)
-    budget.give_back(16384)
+        budget.take(4097)
     assert budget.take(1) == 4096
+    budget.give_back(16384 + 4096)
+    assert budget.take(4097) == 8192
 
 
 def test_release_gives_memory_and_budget_back_once() -> None:
