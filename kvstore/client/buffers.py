@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.core.errors import InvalidRequest
 
+_UINT8 = np.dtype(np.uint8)
 Buffers = Any  # one buffer of all blocks, or a sequence of one a block
 Blocks = Any  # the same, or a function from a position to its buffer
 
@@ -66,7 +67,9 @@ class BlockBuffers:
         self.rows: np.ndarray | None = None
         self.items: list[np.ndarray] | None = None
         self.make: Callable[[int], Any] | None = None
-        if callable(buffers) and not _is_buffer(buffers):
+        if _are_rows(buffers, count, block_bytes, writable):
+            self.rows = buffers
+        elif callable(buffers) and not _is_buffer(buffers):
             self.make = buffers
         elif (whole := _whole(buffers)) is not None:
             self._set_rows(as_bytes(whole, name, writable), count, name)
@@ -125,6 +128,14 @@ class BlockBuffers:
         for row in target:
             np.copyto(row, self.block(i))
             i += 1
+
+
+def _are_rows(buffers: Any, count: int, block_bytes: int, writable: bool) -> bool:
+    """Whether `buffers` is an array that needs no turning over: the usual case, told quickly."""
+    if type(buffers) is not np.ndarray or buffers.shape != (count, block_bytes):
+        return False
+    flags = buffers.flags
+    return buffers.dtype == _UINT8 and flags.c_contiguous and (flags.writeable or not writable)
 
 
 def _is_buffer(buffers: Any) -> bool:

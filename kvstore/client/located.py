@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import itemgetter
+
+import numpy as np
 
 from kvstore.client.buffers import BlockBuffers, rows_at
 from kvstore.client.pools import MappedPool
@@ -14,58 +16,69 @@ from kvstore.proto.v1 import kvstore_pb2 as pb
 
 IN_POOL = (1 << POOL_SHIFT) - 1
 
-
-class SlotRun(NamedTuple):
-    """Blocks in neighbouring slots: `first` counts the match's blocks, `page` the pool's 4 KiB."""
-
-    first: int
-    block_count: int
-    pool: MappedPool
-    page: int
-    generation: int
+# Blocks in neighbouring slots: how many blocks of the match come before them, how many they are,
+# their pool, the page (4 KiB) of the first one's slot in it, and its generation.
+SlotRun = tuple[int, int, MappedPool, int, int]
 
 
 class Located:
     """Slots of the blocks in `ranges`, as runs; filled as answers come.
 
-    Plain integers, no arrays: after a copy has emptied the caches, every call into numpy costs
-    more than a run of Python does.
+    Plain tuples of integers, no arrays: after a copy has emptied the caches, every call into
+    numpy costs more than a run of Python does.
     """
 
     def __init__(self, attachment: Attachment, ranges: Sequence[range]) -> None:
         self.attachment = attachment
         self.ranges = ranges
         self.runs: list[SlotRun] = []
+        self.complete = False  # every block's slot is known, and the runs are in order
 
     def add(self, first_block: int, slots: pb.SlotRuns) -> None:
         """Takes over the slots of consecutive blocks, where the match restores them."""
+        entries = unpack(slots)
+        try:
+            if not self.runs and len(self.ranges) == 1 and self.ranges[0].start == first_block:
+                self._add_whole(entries)
+            if not self.complete:
+                self._add_parts(first_block, entries)
+        except KeyError as error:
+            raise StoreUnavailable(
+                f"a block lies in pool {error}, which was not handed over; attach again"
+            ) from None
+
+    def _add_whole(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """The usual answer: all blocks of the only range, and no others."""
+        pools = self.attachment.pools
+        runs: list[SlotRun] = []
+        at = 0
+        for place, generation, count in entries:
+            runs.append((at, count, pools[place >> POOL_SHIFT], place & IN_POOL, generation))
+            at += count
+        if at == len(self.ranges[0]):
+            self.runs, self.complete = runs, True
+
+    def _add_parts(self, first_block: int, entries: Sequence[tuple[int, int, int]]) -> None:
         step, pools = self.attachment.place_step, self.attachment.pools
-        for place, generation, count in unpack(slots):
+        for place, generation, count in entries:
             index = 0
             for blocks in self.ranges:
                 low = max(blocks.start, first_block)
                 high = min(blocks.stop, first_block + count)
                 if low < high:
                     skip = low - first_block
-                    pool = pools.get(place >> POOL_SHIFT)
-                    if pool is None:
-                        raise StoreUnavailable(
-                            f"block {low} lies in pool {place >> POOL_SHIFT}, which was not "
-                            "handed over; attach again"
-                        )
+                    pool = pools[place >> POOL_SHIFT]
                     page = (place & IN_POOL) + skip * step
                     start = index + low - blocks.start
-                    self.runs.append(SlotRun(start, high - low, pool, page, generation + skip))
+                    self.runs.append((start, high - low, pool, page, generation + skip))
                 index += len(blocks)
             first_block += count
 
     def missing(self) -> list[range]:
         """Blocks whose slot is not known yet."""
-        if len(self.runs) == 1 == len(self.ranges) and self.runs[0].block_count == len(
-            self.ranges[0]
-        ):
+        if self.complete:
             return []
-        known = sorted((run.first, run.first + run.block_count) for run in self.runs)
+        known = sorted((first, first + count) for first, count, *_ in self.runs)
         found, index = [], 0
         for blocks in self.ranges:
             at = index
@@ -82,27 +95,39 @@ class Located:
         """Raises LeaseLost if any of the slots holds something else by now."""
         step = self.attachment.place_step
         for _, count, pool, page, generation in self.runs:
-            held = pool.generations[page : page + count * step : step].tolist()
-            if held != list(range(generation, generation + count)):
-                raise LeaseLost(
-                    "blocks were cleared or dropped while they were leased; recompute them"
-                )
+            if count == 1:
+                if page < len(pool.generations) and pool.generations[page] == generation:
+                    continue
+            elif pool.generations[page : page + count * step : step].tolist() == list(
+                range(generation, generation + count)
+            ):
+                continue
+            raise LeaseLost("blocks were cleared or dropped while they were leased; recompute them")
 
     def copy(self, target: BlockBuffers) -> None:
         width, stride = self.attachment.block_bytes, self.attachment.slot_bytes
+        rows, copyto = target.rows, np.copyto
         for index, count, pool, page, _ in self.runs:
-            target.write(index, rows_at(pool.data, page << SLOT_SHIFT, count, stride, width))
+            start = page << SLOT_SHIFT
+            if count == 1:
+                row = target.block(index) if rows is None else rows[index]
+                copyto(row, pool.data[start : start + width])
+            else:
+                target.write(index, rows_at(pool.data, start, count, stride, width))
 
     def views(self) -> list[memoryview]:
         """A read-only view of each block."""
         width, stride = self.attachment.block_bytes, self.attachment.slot_bytes
-        return [
-            run.pool.view[start : start + width]
-            for run in sorted(self.runs)
-            for start in range(
-                run.page << SLOT_SHIFT, (run.page << SLOT_SHIFT) + run.block_count * stride, stride
-            )
-        ]
+        runs = self.runs if self.complete else sorted(self.runs, key=itemgetter(0))
+        found = []
+        for _, count, pool, page, _ in runs:
+            start, view = page << SLOT_SHIFT, pool.view
+            if count == 1:
+                found.append(view[start : start + width])
+            else:
+                stop = start + count * stride
+                found += [view[at : at + width] for at in range(start, stop, stride)]
+        return found
 
 
 def unpack(slots: pb.SlotRuns) -> list[tuple[int, int, int]]:

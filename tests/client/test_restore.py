@@ -80,7 +80,7 @@ def test_views_cannot_be_written(space):
         with pytest.raises((TypeError, ValueError)):
             np.frombuffer(view, np.uint8)[0] = 1
         with pytest.raises(ValueError, match="WRITEABLE"):
-            match.located.runs[0].pool.data.setflags(write=True)
+            match.located.runs[0][2].data.setflags(write=True)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -162,7 +162,7 @@ def test_what_is_in_no_pool_yet_is_asked_for(space, daemon, known, split):
         for block in blocks:
             located.add(block, one_slot(block))
     assert located.missing() == []
-    pages = [run.page for run in sorted(located.runs)]
+    pages = [page for _, _, _, page, _ in sorted(located.runs)]
     assert pages == [block for blocks in ranges for block in blocks]
 
 
