@@ -58,17 +58,17 @@ def pack(header: BlockHeader, checksum: bytes, generation: int, offset: int, see
     return VALID + _CHECK.pack(xxhash.xxh3_64_intdigest(body, seed)) + body
 
 
-def store(target: memoryview, packed: bytes) -> None:
-    """Writes a packed header so that it turns valid with its last store."""
-    target[:8] = INVALID
-    target[8 : len(packed)] = packed[8:]
-    target[:8] = packed[:8]
+def store(headers: memoryview, at: int, packed: bytes) -> None:
+    """Writes a packed header at byte `at` so that it turns valid with its last store."""
+    headers[at : at + 8] = INVALID
+    headers[at + 8 : at + len(packed)] = packed[8:]
+    headers[at : at + 8] = VALID
 
 
-def erase(target: memoryview) -> None:
-    """Makes a header invalid, then removes what it said."""
-    target[:8] = INVALID
-    target[8:] = bytes(len(target) - 8)
+def erase(headers: memoryview, at: int, size: int) -> None:
+    """Makes the header in `size` bytes at byte `at` invalid, then removes what it said."""
+    headers[at : at + 8] = INVALID
+    headers[at + 8 : at + size] = bytes(size - 8)
 
 
 def parse(raw: bytes | memoryview, offset: int, seed: int) -> SlotRecord | None:

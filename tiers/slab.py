@@ -22,6 +22,9 @@ from kvstore.tiers.chunks import Chunk, SlotClass, chunk_order, chunk_waste, gra
 from kvstore.tiers.drain import DRAIN_PATIENCE, Drain, cheapest_region
 
 
+EMPTY_CHUNKS_MAX = 64
+
+
 class SlotState(IntEnum):
     FREE = 0
     STAGING = 1
@@ -85,15 +88,16 @@ class Slab:
         self.free_bytes -= taken
         return offsets
 
-    def publish(self, offset: int) -> None:
-        """STAGING -> PUBLISHED."""
-        chunk, index, _ = self._locate(offset)
+    def publish(self, offset: int) -> tuple[int, int, SlotClass]:
+        """STAGING -> PUBLISHED; answers as `slot_at` does."""
+        chunk, index, slots = self._locate(offset)
         self._move(chunk, index, _STAGING, _PUBLISHED)
         self._published[chunk] += 1
         self.published_count += 1
+        return chunk << self.shift, index, slots
 
-    def rest(self, offset: int) -> None:
-        """STAGING or PUBLISHED -> RESTING."""
+    def rest(self, offset: int) -> tuple[int, int, SlotClass]:
+        """STAGING or PUBLISHED -> RESTING; answers as `slot_at` does."""
         chunk, index, slots = self._locate(offset)
         states = self._states[chunk]
         if states[index] == _PUBLISHED:
@@ -104,6 +108,7 @@ class Slab:
             self._move(chunk, index, _STAGING, _RESTING)
         self.used_bytes -= slots.slot_bytes
         self.resting_bytes += slots.slot_bytes
+        return chunk << self.shift, index, slots
 
     def free(self, offset: int) -> None:
         """RESTING -> FREE; a chunk that is wholly free may leave its class."""
@@ -160,10 +165,10 @@ class Slab:
         """Size of the slot at `offset`; any thread may ask about a slot it was given."""
         return self._locate(offset)[2].slot_bytes
 
-    def slot_at(self, offset: int) -> tuple[int, int, int]:
-        """(offset of the chunk, index in it, header bytes) of the slot at `offset`."""
+    def slot_at(self, offset: int) -> tuple[int, int, SlotClass]:
+        """(offset of the chunk, index in it, class) of the slot at `offset`."""
         chunk, index, slots = self._locate(offset)
-        return chunk << self.shift, index, slots.header_bytes
+        return chunk << self.shift, index, slots
 
     def drain(self, slot_bytes: int, header_bytes: int) -> list[int]:
         """Published offsets to move so that a chunk comes free for this class; see `Tier`."""
@@ -309,9 +314,9 @@ class Slab:
         slots.chunk_count += 1
 
     def _emptied(self, chunk: int, slots: SlotClass) -> None:
-        # The class keeps one empty chunk, so that traffic at a chunk's edge does not make and
-        # dissolve it again and again; another class that needs memory takes it.
-        if self._draining[chunk] or any(at != chunk for at in slots.heap[:2]):
+        # Some empty chunks keep their class, so that steady traffic does not make and dissolve
+        # them again and again; another class that needs memory takes them, few enough for one go.
+        if self._draining[chunk] or len(self._empty) >= EMPTY_CHUNKS_MAX:
             self._dissolve(chunk)
         else:
             self._empty.add(chunk)

@@ -49,6 +49,7 @@ class HostPool:
         self.generation_map = np.frombuffer(self.generations, np.uint64)
         self._headers = memoryview(self._header_map)
         self._seed = 0
+        self._written = bytearray(sizes.data >> granule_shift(sizes.data))
         self.slab = Slab(sizes.data, self._assign_chunk, self._release_chunk)
 
     def format(self, superblock: Superblock, pool_id: bytes) -> None:
@@ -61,6 +62,7 @@ class HostPool:
 
     def load(self, superblock: Superblock) -> str:
         """Takes an earlier life's chunks back, all slots RESTING; else says why not."""
+        self._written = bytearray(b"\x01") * len(self._written)
         found = layout.parse_superblock(self._headers[:PAGE_BYTES])
         if found is None:
             return "its superblock is damaged or of another version"
@@ -90,19 +92,20 @@ class HostPool:
 
     def publish(self, offset: int, header: BlockHeader, checksum: bytes, generation: int) -> None:
         """STAGING -> PUBLISHED."""
-        target = self._header_at(offset)
         packed = record.pack(header, checksum, generation, offset, self._seed)
-        assert len(packed) <= len(target), "the symbol is larger than was reserved for"
-        assert header.length <= self.slab.slot_bytes_at(offset), "the payload outgrew its slot"
-        self.slab.publish(offset)
-        record.store(target, packed)
+        chunk, index, slots = self.slab.publish(offset)
+        assert len(packed) <= slots.header_bytes, "the symbol is larger than was reserved for"
+        assert header.length <= slots.slot_bytes, "the payload outgrew its slot"
+        at = self.sizes.header_base + chunk + index * slots.header_bytes
+        record.store(self._headers, at, packed)
         self.generations[offset >> SLOT_SHIFT] = generation
 
     def discard(self, offset: int) -> None:
         """STAGING or PUBLISHED -> RESTING."""
         self.generations[offset >> SLOT_SHIFT] = 0
-        record.erase(self._header_at(offset))
-        self.slab.rest(offset)
+        chunk, index, slots = self.slab.rest(offset)
+        at = self.sizes.header_base + chunk + index * slots.header_bytes
+        record.erase(self._headers, at, slots.header_bytes)
 
     def record(self, offset: int) -> SlotRecord:
         """Header of a published slot; raises CorruptBlock if it does not hold."""
@@ -206,14 +209,16 @@ class HostPool:
         """Gives a chunk its header memory and enters it in the map; False if memory is short."""
         at = self.sizes.header_base + chunk.offset
         length = chunk.slot_count * chunk.header_bytes
+        first, count = chunk.offset >> self.slab.shift, chunk.size_bytes >> self.slab.shift
         try:
-            # A crash may have left headers here that a chunk of this class would believe.
-            pages.punch(self.files.headers, at, -(-length // PAGE_BYTES) * PAGE_BYTES)
+            if self._written.find(1, first, first + count) >= 0:
+                # A crash may have left headers here that a chunk of this class would believe.
+                pages.punch(self.files.headers, at, -(-length // PAGE_BYTES) * PAGE_BYTES)
             posix_fallocate(self.files.headers, at, length)
         except OSError:
             return False
-        order = (chunk.size_bytes >> self.slab.shift).bit_length() - 1
-        layout.write_chunk(self._headers, chunk.offset >> self.slab.shift, order, chunk)
+        self._written[first : first + count] = b"\x01" * count
+        layout.write_chunk(self._headers, first, count.bit_length() - 1, chunk)
         return True
 
     def _release_chunk(self, chunk: Chunk) -> None:
@@ -236,6 +241,6 @@ class HostPool:
         return rows[:, :8].copy().view("<u8").ravel()
 
     def _header_at(self, offset: int) -> memoryview:
-        chunk, index, size = self.slab.slot_at(offset)
-        at = self.sizes.header_base + chunk + index * size
-        return self._headers[at : at + size]
+        chunk, index, slots = self.slab.slot_at(offset)
+        at = self.sizes.header_base + chunk + index * slots.header_bytes
+        return self._headers[at : at + slots.header_bytes]

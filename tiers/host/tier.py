@@ -117,12 +117,14 @@ class HostTier:
         return generations
 
     def discard(self, places: Sequence[int]) -> None:
+        pools = self._pools
         for place in places:
-            self._pools[place >> POOL_SHIFT].discard(place_offset(place))
+            pools[place >> POOL_SHIFT].discard((place & OFFSET_MASK) << SLOT_SHIFT)
 
     def free(self, places: Sequence[int]) -> None:
+        pools = self._pools
         for place in places:
-            self._pools[place >> POOL_SHIFT].slab.free(place_offset(place))
+            pools[place >> POOL_SHIFT].slab.free((place & OFFSET_MASK) << SLOT_SHIFT)
 
     def usage(self, pool: str | None = None) -> TierUsage:
         pools = self._pools.values() if pool is None else [self._pool(pool)]
@@ -138,6 +140,12 @@ class HostTier:
         return self._pools[place >> POOL_SHIFT].generations[place_offset(place) >> SLOT_SHIFT]
 
     def generations(self, places: np.ndarray) -> np.ndarray:
+        if len(self._pools) == 1:
+            (pool,) = self._pools.values()
+            try:
+                return pool.generation_map[places & OFFSET_MASK]
+            except IndexError:
+                pass  # -1 is among them
         found = np.zeros(len(places), np.uint64)
         pools = places >> POOL_SHIFT
         for number, pool in self._pools.items():
