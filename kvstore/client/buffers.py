@@ -17,6 +17,10 @@ Blocks = Any  # the same, or a function from a position to its buffer
 
 def as_bytes(buffer: Any, what: str, writable: bool = False) -> np.ndarray:
     """The buffer's bytes as a flat array that shares its memory; raises InvalidRequest."""
+    if type(buffer) is np.ndarray and buffer.ndim == 1 and buffer.dtype == _UINT8:
+        flags = buffer.flags
+        if flags.c_contiguous and (flags.writeable or not writable):
+            return buffer
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         buffer = _tensor_bytes(buffer, torch, what)

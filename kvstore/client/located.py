@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
@@ -36,29 +37,32 @@ class Located:
 
     def add(self, first_block: int, slots: pb.SlotRuns) -> None:
         """Takes over the slots of consecutive blocks, where the match restores them."""
-        entries = unpack(slots)
+        places, generations, counts = unpack(slots)
+        ranges = self.ranges
         try:
-            if not self.runs and len(self.ranges) == 1 and self.ranges[0].start == first_block:
-                self._add_whole(entries)
-            if not self.complete:
-                self._add_parts(first_block, entries)
+            if (
+                len(ranges) == 1
+                and ranges[0].start == first_block
+                and len(ranges[0]) == sum(counts)
+                and not self.runs
+            ):
+                # The usual answer: all blocks of the only range, and no others.
+                pools, starts = self.attachment.pools, [0, *accumulate(counts[:-1])]
+                self.runs = [
+                    (at, count, pools[place >> POOL_SHIFT], place & IN_POOL, generation)
+                    for at, place, generation, count in zip(
+                        starts, places, generations, counts, strict=True
+                    )
+                ]
+                self.complete = True
+            else:
+                self._add_parts(first_block, zip(places, generations, counts, strict=True))
         except KeyError as error:
             raise StoreUnavailable(
                 f"a block lies in pool {error}, which was not handed over; attach again"
             ) from None
 
-    def _add_whole(self, entries: Sequence[tuple[int, int, int]]) -> None:
-        """The usual answer: all blocks of the only range, and no others."""
-        pools = self.attachment.pools
-        runs: list[SlotRun] = []
-        at = 0
-        for place, generation, count in entries:
-            runs.append((at, count, pools[place >> POOL_SHIFT], place & IN_POOL, generation))
-            at += count
-        if at == len(self.ranges[0]):
-            self.runs, self.complete = runs, True
-
-    def _add_parts(self, first_block: int, entries: Sequence[tuple[int, int, int]]) -> None:
+    def _add_parts(self, first_block: int, entries: Iterable[tuple[int, int, int]]) -> None:
         step, pools = self.attachment.place_step, self.attachment.pools
         for place, generation, count in entries:
             index = 0
@@ -130,12 +134,17 @@ class Located:
         return found
 
 
-def unpack(slots: pb.SlotRuns) -> list[tuple[int, int, int]]:
-    """(place, generation, blocks) of each run."""
+def unpack(slots: pb.SlotRuns) -> tuple[list[int], list[int], list[int]]:
+    """Places, generations and block counts of the runs."""
     try:
         places = memoryview(slots.places).cast("q").tolist()
         generations = memoryview(slots.generations).cast("Q").tolist()
         counts = memoryview(slots.counts).cast("I").tolist()
-        return list(zip(places, generations, counts, strict=True))
-    except (TypeError, ValueError) as error:  # no whole entries, or not as many of each
+    except TypeError as error:  # no whole entries
         raise StoreUnavailable(f"the daemon sent slots that do not unpack: {error}") from error
+    if not len(places) == len(generations) == len(counts):
+        raise StoreUnavailable(
+            f"the daemon sent slots that disagree: {len(places)} places, {len(generations)} "
+            f"generations, {len(counts)} counts"
+        )
+    return places, generations, counts

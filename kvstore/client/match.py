@@ -40,44 +40,44 @@ class Match:
         self._block_size = block_size
         self._local_tokens = local_tokens
         self._released = lease is None
+        self._ranges: tuple[range, ...] | None = None
+        self._located: Located | None = None
 
     @cached_property
     def plan(self) -> RestorePlan:
         return plan_of(self._response.plan)
 
-    @cached_property
+    @property
     def ranges(self) -> tuple[range, ...]:
         """Positions of the blocks that `restore` loads, ascending; one range for a prefix."""
-        size, steps = self._block_size, self._response.plan.steps
-        loads = [(s.first_token, s.token_count) for s in steps if s.source != RECOMPUTE]
-        if not steps:
-            loads = [(self._local_tokens, self.restore_tokens)]
-        merged: list[range] = []
-        for first, count in loads:
-            start, stop = first // size, -(-(first + count) // size)
-            if merged and merged[-1].stop >= start:
-                start = merged.pop().start
-            if stop > start:
-                merged.append(range(start, stop))
-        return tuple(merged)
+        if self._ranges is None:
+            steps = self._response.plan.steps
+            loads = [(s.first_token, s.token_count) for s in steps if s.source != RECOMPUTE]
+            if not steps:
+                loads = [(self._local_tokens, self.restore_tokens)]
+            self._ranges = _block_ranges(loads, self._block_size)
+        return self._ranges
 
     @property
     def block_count(self) -> int:
         """Blocks that `restore` loads."""
         return sum(map(len, self.ranges))
 
-    @cached_property
+    @property
     def located(self) -> Located:
         """Where the blocks lie, as far as the lookup said."""
-        located = Located(self.attachment, self.ranges)
-        located.add(self._response.first_block, self._response.slots)
+        located = self._located
+        if located is None:
+            located = Located(self.attachment, self.ranges)
+            located.add(self._response.first_block, self._response.slots)
+            self._located = located
         return located
 
     def check(self) -> None:
         """Raises LeaseLost unless everything `restore` returned was right until now."""
         self.check_lease()
-        if "located" in self.__dict__:
-            self.located.check()
+        if self._located is not None:
+            self._located.check()
 
     def check_lease(self) -> None:
         """Raises LeaseLost unless the lease is live by this process's own clock."""
@@ -116,3 +116,15 @@ class Match:
             f"Match(matched_tokens={self.matched_tokens}, restore_tokens={self.restore_tokens}, "
             f"pending_tokens={self.pending_tokens}, reason={self.reason!r})"
         )
+
+
+def _block_ranges(loads: list[tuple[int, int]], size: int) -> tuple[range, ...]:
+    """Blocks of stretches of tokens, (first, count) each, ascending; neighbours are merged."""
+    merged: list[range] = []
+    for first, count in loads:
+        start, stop = first // size, -(-(first + count) // size)
+        if merged and merged[-1].stop >= start:
+            start = merged.pop().start
+        if stop > start:
+            merged.append(range(start, stop))
+    return tuple(merged)
