@@ -256,6 +256,7 @@ class Metrics(Recorder):
         self._lookup_tokens = self.number("kvstore_lookup_tokens_total")
         self._hit_tokens = {t: self.number("kvstore_hit_tokens_total", t) for t in TIERS}
         self._seconds = {m: self.histogram(name) for m, name in TIMED_METHODS.items()}
+        self._restored_bytes = {t: self.number("kvstore_restored_bytes_total", t) for t in TIERS}
         self._rpcs: dict[tuple[str, str], Number] = {}
 
     def number(self, name: str, *labels: str) -> Number:
@@ -291,25 +292,23 @@ class Metrics(Recorder):
             number = self.number("kvstore_rpcs_total", method, status)
             self._rpcs[method, status] = number
         number.value += 1
-        if seconds is not None and method in self._seconds:
-            self._seconds[method].observe(seconds)
+        if seconds is not None:
+            histogram = self._seconds.get(method)
+            if histogram is not None:
+                histogram.observe(seconds)
 
-    def lookup(
-        self, result: str, tokens: int, hit_tokens: int, seconds: float = 0.0, tier: str = "host"
-    ) -> None:
+    def lookup(self, result: str, tokens: int, hit_tokens: int, tier: str = "host") -> None:
         self._results[result].value += 1
         self._lookup_tokens.value += tokens
         if hit_tokens:
             self.hit(tier, hit_tokens)
-        if seconds:
-            self._seconds["Lookup"].observe(seconds)
 
     def hit(self, tier: str, tokens: int) -> None:
         number = self._hit_tokens.get(tier) or self.number("kvstore_hit_tokens_total", tier)
         number.value += tokens
 
     def restored(self, tier: str, byte_count: int) -> None:
-        self.number("kvstore_restored_bytes_total", tier).add(byte_count)
+        self._restored_bytes[tier].value += byte_count
 
     def put_blocks(self, outcome: str, count: int) -> None:
         self.number("kvstore_put_blocks_total", outcome).add(count)

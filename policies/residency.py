@@ -63,7 +63,8 @@ class Residency:
         self.tick += 1
         run.touched = self.tick
         run.hits += 1
-        self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
+        if self.on_event is not None:
+            self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
         for tier in range(self.index.tier_count):
             if run.resident_in(tier):
                 self._policy(tier, run).on_access(run)

@@ -21,7 +21,6 @@ from kvstore.tiers.buddy import Buddy
 from kvstore.tiers.chunks import Chunk, SlotClass, chunk_order, chunk_waste, granule_shift
 from kvstore.tiers.drain import DRAIN_PATIENCE, Drain, cheapest_region
 
-
 EMPTY_CHUNKS_MAX = 64
 
 

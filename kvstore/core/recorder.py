@@ -15,9 +15,7 @@ class Recorder:
         `seconds` is what its handler took of the owner thread, where that was measured.
         """
 
-    def lookup(
-        self, result: str, tokens: int, hit_tokens: int, seconds: float = 0.0, tier: str = "host"
-    ) -> None:
+    def lookup(self, result: str, tokens: int, hit_tokens: int, tier: str = "host") -> None:
         """One lookup of `tokens` tokens found the first `hit_tokens` in `tier`.
 
         `result` is `hit` (every full block), `partial` or `miss`. Tokens that further tiers add to

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
+from kvstore.core.clock import perf_seconds
 from kvstore.core.completion import Completion
 from kvstore.core.errors import (
     InvalidRequest,
@@ -80,12 +81,13 @@ class Service:
     def handle(self, session: Session, method: str, request: Any) -> Any:
         """Response to one unary call, or a Completion of it."""
         entry = self.methods[METHOD_NUMBERS[method]]
+        started = perf_seconds()
         try:
             response = self._dispatch(session, entry, request)
         except Exception as error:
             self._count_error(entry.name, error)
             raise
-        return self._counted(entry.name, response)
+        return self._counted(entry.name, response, perf_seconds() - started)
 
     def call(
         self, session: Session, number: int, payload: bytes | memoryview
@@ -93,6 +95,7 @@ class Service:
         """`handle` for a serialised request and response; `number` counts in METHODS."""
         entry = self.methods[number]
         name = entry.name
+        started = perf_seconds()
         try:
             try:
                 request = entry.parse(payload)
@@ -103,9 +106,9 @@ class Service:
             self._count_error(name, error)
             raise
         if isinstance(response, Completion):
-            return mapped(self._counted(name, response), _serialise)
-        self.recorder.rpc(name, "OK")
+            return mapped(self._counted(name, response, perf_seconds() - started), _serialise)
         payload_out: bytes = response.SerializeToString()
+        self.recorder.rpc(name, "OK", perf_seconds() - started)
         return payload_out
 
     def stream(self, session: Session, method: str, request: Any, emit: Emit, done: Done) -> Cancel:
@@ -163,20 +166,21 @@ class Service:
             raise PermissionDenied(f"{entry.name} needs the admin role; this session is an engine")
         self.store.touch(session)
 
-    def _counted(self, name: str, response: Any) -> Any:
+    def _counted(self, name: str, response: Any, seconds: float) -> Any:
+        """Counts a call and the `seconds` it took of the owner thread, copies left out."""
         if isinstance(response, Completion):
-            response.then(lambda ended: self._count_end(name, ended))
+            response.then(lambda ended: self._count_end(name, ended, seconds))
         else:
-            self.recorder.rpc(name, "OK")
+            self.recorder.rpc(name, "OK", seconds)
         return response
 
-    def _count_end(self, name: str, ended: Completion[Any]) -> None:
+    def _count_end(self, name: str, ended: Completion[Any], seconds: float) -> None:
         try:
             ended.result()
         except Exception as error:
             self._count_error(name, error)
         else:
-            self.recorder.rpc(name, "OK")
+            self.recorder.rpc(name, "OK", seconds)
 
     def _count_error(self, name: str, error: BaseException) -> None:
         self.recorder.rpc(name, getattr(error, "code", "INTERNAL"))

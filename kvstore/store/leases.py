@@ -40,14 +40,13 @@ class LeaseTable:
         return self._leases.get(lease_id)
 
     def add(self, attachment: Attachment, request_id: str, local_tokens: int) -> Lease:
-        """A new lease of `attachment`'s engine; it covers nothing yet."""
+        """A new lease of `attachment`'s engine; it covers nothing until `cover`."""
         lease = Lease(self._next_id(), attachment.engine, attachment, request_id, local_tokens)
         self._leases[lease.id] = lease
         attachment.engine.leases[lease.id] = lease
         if request_id:
             attachment.engine.by_request[attachment.space.number, request_id] = lease
         attachment.session.lease_count += 1
-        self.renew(lease)
         return lease
 
     def cover(self, lease: Lease, block_count: int) -> None:

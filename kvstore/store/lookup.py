@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvstore.core.clock import perf_seconds
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining
 from kvstore.core.lease import Lease
@@ -31,14 +30,12 @@ class LookupFlow:
     def __init__(self, parts: Parts, verifier: Verifier) -> None:
         self._parts = parts
         self._verifier = verifier
-        self._since = 0.0
 
     def lookup(
         self, attachment: Attachment, query: Query, local_tokens: int
     ) -> LookupResult | Completion[LookupResult]:
         """The match of `query`; later when it takes more than one slice, or bytes need a check."""
         parts = self._parts
-        self._since = perf_seconds()
         if parts.draining:
             raise Draining("the daemon is draining and grants no new leases; recompute")
         same = self._repeated(attachment, query, local_tokens)
@@ -58,7 +55,6 @@ class LookupFlow:
         answer: Completion[LookupResult] = Completion()
 
         def go_on() -> None:
-            self._since = perf_seconds()
             if not walk.step(SLICE_BLOCKS):
                 self._parts.defer(go_on)
                 return
@@ -79,7 +75,6 @@ class LookupFlow:
         answer: Completion[LookupResult] = Completion()
 
         def checked() -> None:
-            self._since = perf_seconds()
             settle(answer, lambda: self._answer(attachment, query, local_tokens, walk))
 
         if not self._verifier.verify_first(walk, checked):
@@ -101,8 +96,7 @@ class LookupFlow:
         granted, limit = self._within_limits(attachment, ready, live)
         matched, local = granted * block_size, min(local_tokens, granted * block_size)
         found = "hit" if granted == wanted and granted else "partial" if granted else "miss"
-        seconds = perf_seconds() - self._since
-        self._parts.recorder.lookup(found, wanted * block_size, matched, seconds)
+        self._parts.recorder.lookup(found, wanted * block_size, matched)
         if not granted or walk is None:
             reason = limit or _miss_reason(wanted, pending)
             return LookupResult(0, 0, pending, RECOMPUTE_ALL, reason)
@@ -120,7 +114,9 @@ class LookupFlow:
         """Has `lease`, a new one or one that grows, cover `granted` blocks."""
         parts, space = self._parts, attachment.space
         matched = granted * space.block_size
-        path = cut_path(walk.path, granted)
+        path = walk.path
+        if granted != walk.known_blocks:
+            path = cut_path(path, granted)
         path = parts.residency.access(path)
         run, _, stop = path[-1]
         shorter, lease.anchor = lease.anchor, parts.index.anchor(run, stop, lease.id)
@@ -205,16 +201,18 @@ class LookupFlow:
                 f"the session holds {session.lease_count} leases, the limit "
                 "limits.leases_per_session; release or finish requests"
             )
-        own = live.leased_bytes if live is not None else 0
-        held = {
-            "leased_bytes_per_session": session.leased_bytes
-            - (own if live is not None and live.attachment.session is session else 0),
-            "leased_bytes_per_tenant": parts.leases.by_tenant.get(space.tenant, 0) - own,
-        }
-        fits = {name: max(0, int(getattr(limits, name)) - held[name]) // block for name in held}
-        name, fit = min(fits.items(), key=lambda item: item[1])
+        in_session, in_tenant = session.leased_bytes, parts.leases.by_tenant.get(space.tenant, 0)
+        if live is not None:
+            in_tenant -= live.leased_bytes
+            if live.attachment.session is session:
+                in_session -= live.leased_bytes
+        session_left = limits.leased_bytes_per_session - in_session
+        tenant_left = limits.leased_bytes_per_tenant - in_tenant
+        fit = min(session_left, tenant_left) // block
         if fit >= ready:
             return ready, ""
+        whose = "session" if session_left <= tenant_left else "tenant"
+        name, fit = f"leased_bytes_per_{whose}", max(0, fit)
         parts.recorder.limit_rejected(name)
         return fit, f"limits.{name} allows {fit} of {ready} matched blocks to be leased now"
 

@@ -24,7 +24,10 @@ class PlacedTree(Tree):
             return np.empty(0, np.int64)
         stride = stride_of(path[0][0], self.tier_count)
         if len(path) == 1:
-            blob = place_bytes(*path[0], stride)
+            run, start, stop = path[0]
+            blob = place_bytes(run, start, stop, stride)
+            if stop <= run.ready and stride == PLACE_BYTES:
+                return np.frombuffer(blob, np.int64)
         else:
             blob = b"".join([place_bytes(*span, stride) for span in path])
         shards = stride // (PLACE_BYTES * self.tier_count)
