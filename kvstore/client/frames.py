@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvstore.core.lane import FLAG_FDS, HEADER, HEADER_BYTES
@@ -35,8 +35,16 @@ class FrameReader:
         self._pending = bytearray()
         self._batches: deque[list[int]] = deque()
 
-    def feed(self, data: memoryview, descriptors: list[int]) -> Iterator[Frame]:
+    def feed(self, data: memoryview, descriptors: list[int]) -> Iterable[Frame]:
         """The frames that `data` completes."""
+        size = len(data)
+        if size >= HEADER_BYTES and not self._pending and not descriptors:
+            length, kind, method, flags, call_id = HEADER.unpack_from(data)
+            if length == size - HEADER_BYTES and not flags & FLAG_FDS:  # one whole frame, as usual
+                return (Frame(kind, method, call_id, bytes(data[HEADER_BYTES:]), []),)
+        return self._feed(data, descriptors)
+
+    def _feed(self, data: memoryview, descriptors: list[int]) -> Iterator[Frame]:
         if descriptors:
             self._batches.append(descriptors)
         if self._pending:

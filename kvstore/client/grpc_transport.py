@@ -109,6 +109,9 @@ class GrpcTransport:
         call = self.start(method, request, timeout=5.0)
         call._future.add_done_callback(lambda ended: None)
 
+    def release(self, lease_id: int) -> None:
+        self.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
+
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
         call = self._stub(method)(request, metadata=self._metadata)
         timer = _Watch(call, timeout)

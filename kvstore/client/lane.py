@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -29,20 +30,35 @@ from kvstore.client.transport import (
 from kvstore.client.wire import error_of
 from kvstore.core.clock import Clock, SystemClock
 from kvstore.core.errors import InvalidRequest, KVStoreError, NotImplementedYet
-from kvstore.core.lane import FLAG_NO_REPLY, LANE_SUFFIX, METHOD_NUMBERS, FrameKind, pack_frame
+from kvstore.core.lane import (
+    FLAG_NO_REPLY,
+    HEADER,
+    LANE_SUFFIX,
+    METHOD_NUMBERS,
+    FrameKind,
+    pack_frame,
+)
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 REPLIES: dict[str, Any] = {n: getattr(pb, f"{n}Response", None) for n in METHOD_NUMBERS}
+REQUEST, RESPONSE, ERROR = int(FrameKind.REQUEST), int(FrameKind.RESPONSE), int(FrameKind.ERROR)
+STREAM, NOTICE = int(FrameKind.STREAM), int(FrameKind.NOTICE)
+# A frame and ReleaseRequest as it is on the wire, tag and lease: releases are many, and put off
+# to the next call, whose time they must not take.
+RELEASE_FRAME, RELEASE_TAG = struct.Struct("<IBBHQBQ"), 1 << 3 | 1
+RELEASE = METHOD_NUMBERS["Release"]
 MESSAGE_BYTES = 4 << 20  # until the daemon says its own limit
 
 
 class LaneCall:
     """A call under way: `items` of a stream, then `value` or `error`."""
 
-    __slots__ = (
-        "abandoned", "deadline", "descriptors", "done", "error", "event", "id", "items", "method",
-        "on_late", "ready", "timeout", "transport", "value",
-    )  # fmt: skip
+    # Of the class until they are set: few calls need them all.
+    ready = done = abandoned = False
+    value: Any = None
+    error: KVStoreError | None = None
+    descriptors: Sequence[int] = ()
+    event: threading.Event | None = None
 
     def __init__(
         self, transport: LaneTransport, method: str, timeout: float, on_late: LateHandler | None
@@ -53,12 +69,7 @@ class LaneCall:
         self.timeout = timeout
         self.deadline = transport.clock.now() + timeout
         self.on_late = on_late
-        self.ready = self.done = self.abandoned = False
-        self.value: Any = None
-        self.error: KVStoreError | None = None
         self.items: deque[Any] = deque()
-        self.descriptors: list[int] = []
-        self.event: threading.Event | None = None
 
     def result(self) -> Any:
         self.transport.wait(self)
@@ -118,17 +129,21 @@ class LaneTransport:
     def call(
         self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
     ) -> Any:
-        return self.start(method, request, timeout, on_late).result()
+        call = self.start(method, request, timeout, on_late)
+        self.wait(call)
+        if call.error is not None:
+            raise call.error
+        return call.value
 
     def start(
         self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
     ) -> LaneCall:
         payload = self._encode(method, request)
         call = LaneCall(self, method, timeout, on_late)
-        frame = pack_frame(FrameKind.REQUEST, METHOD_NUMBERS[method], 0, call.id, payload)
+        header = HEADER.pack(len(payload), REQUEST, METHOD_NUMBERS[method], 0, call.id)
         self._calls[call.id] = call
         try:
-            self._send(frame, call.deadline, method)
+            self._send(header + payload, call.deadline, method)
         except BaseException as error:
             self._calls.pop(call.id, None)
             if isinstance(error, Disconnected):
@@ -139,11 +154,18 @@ class LaneTransport:
     def send(self, method: str, request: Message) -> None:
         # With the next call it costs neither a system call nor a wake-up of the daemon.
         payload = self._encode(method, request)
-        number = METHOD_NUMBERS[method]
-        self._outbox.append(pack_frame(FrameKind.REQUEST, number, FLAG_NO_REPLY, 0, payload))
+        self._outbox.append(pack_frame(REQUEST, METHOD_NUMBERS[method], FLAG_NO_REPLY, 0, payload))
+
+    def release(self, lease_id: int) -> None:
+        self._outbox.append(
+            RELEASE_FRAME.pack(9, REQUEST, RELEASE, FLAG_NO_REPLY, 0, RELEASE_TAG, lease_id)
+        )
 
     def _send(self, frame: bytes, deadline: float, method: str) -> None:
         """Sends `frame` after what waits in the outbox."""
+        if not self._outbox:
+            self._socket.send(frame, deadline, method)
+            return
         waiting = b""
         while self._outbox:
             try:
@@ -188,8 +210,11 @@ class LaneTransport:
         if not self._reading.acquire(blocking=False):
             return
         try:
-            while self._receive(0.0):
+            while self._socket.receive(0.0, self._dispatch):
                 pass
+        except Disconnected as error:
+            self._fail_all(error)
+            raise
         finally:
             self._reading.release()
             self._promote()
@@ -212,7 +237,7 @@ class LaneTransport:
         """Until the call has something to take; raises CallTimeout at its deadline."""
         try:
             while not call.ready:
-                if self._reading.acquire(blocking=False):
+                if self._reading.acquire(False):
                     try:
                         self._lead(call)
                     finally:
@@ -223,13 +248,19 @@ class LaneTransport:
             if self._abandon(call):
                 raise
         finally:
-            self._promote()
+            if self._followers:
+                self._promote()
 
     def _lead(self, call: LaneCall) -> None:
-        while not call.ready:
-            left = max(call.deadline - self.clock.now(), 0.0)
-            if not self._receive(left) and call.deadline <= self.clock.now():
-                raise timed_out(call.method, call.timeout)
+        receive, dispatch, now = self._socket.receive, self._dispatch, self.clock.now
+        try:
+            while not call.ready:
+                left = call.deadline - now()
+                if not receive(left if left > 0 else 0.0, dispatch) and call.deadline <= now():
+                    raise timed_out(call.method, call.timeout)
+        except Disconnected as error:
+            self._fail_all(error)
+            raise
 
     def _follow(self, call: LaneCall) -> None:
         event = call.event = threading.Event()
@@ -259,43 +290,38 @@ class LaneTransport:
 
     # ---- What arrives ----
 
-    def _receive(self, wait_seconds: float) -> bool:
-        try:
-            return self._socket.receive(wait_seconds, self._dispatch)
-        except Disconnected as error:
-            self._fail_all(error)
-            raise
-
     def _dispatch(self, frame: Frame) -> None:
-        if frame.kind == FrameKind.NOTICE:
-            self.on_notice(pb.Notice.FromString(frame.payload))
+        kind, _, call_id, payload, descriptors = frame
+        if kind == NOTICE:
+            self.on_notice(pb.Notice.FromString(payload))
             return
-        call = self._calls.get(frame.call_id)
+        call = self._calls.get(call_id)
         if call is None:
-            close_all(frame.descriptors)
-        elif frame.kind == FrameKind.STREAM:
-            item = REPLIES[call.method].FromString(frame.payload)
+            close_all(descriptors)
+        elif kind == STREAM:
+            item = REPLIES[call.method].FromString(payload)
             with self._state:
                 if not call.abandoned:
                     call.items.append(item)
                     call.signal()
         else:
-            del self._calls[frame.call_id]
-            self._finish(call, frame)
+            if kind == ERROR:
+                failure = pb.LaneError.FromString(payload)
+                call.error = error_of(failure.code, failure.message)
+            else:
+                call.value = REPLIES[call.method].FromString(payload)
+            self._calls.pop(call_id, None)
+            self._finish(call, descriptors)
 
-    def _finish(self, call: LaneCall, frame: Frame) -> None:
-        if frame.kind == FrameKind.ERROR:
-            failure = pb.LaneError.FromString(frame.payload)
-            call.error = error_of(failure.code, failure.message)
-        else:
-            call.value = REPLIES[call.method].FromString(frame.payload)
+    def _finish(self, call: LaneCall, descriptors: Sequence[int]) -> None:
         with self._state:
             if not call.abandoned:
-                call.descriptors = frame.descriptors
-                call.done = True
-                call.signal()
+                call.descriptors = descriptors
+                call.done = call.ready = True
+                if call.event is not None:
+                    call.event.set()
                 return
-        close_all(frame.descriptors)
+        close_all(descriptors)
         if call.on_late is not None:
             call.on_late(call.error or call.value)
 

@@ -20,6 +20,8 @@ from kvstore.core.lane import LANE_SUFFIX
 
 RECEIVE_BYTES = 256 << 10
 DESCRIPTOR_MAX = 253  # what Linux passes with one message
+# Plain integers: arithmetic with the socket module's own flags takes longer than the call itself.
+CTRUNC, CLOEXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTOR_MAX)
 
 
@@ -37,6 +39,7 @@ class LaneSocket:
         self._breaking = threading.Lock()
         self._frames = FrameReader()
         self._inbox = memoryview(bytearray(RECEIVE_BYTES))
+        self._inboxes = [self._inbox]
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._socket, select.POLLIN)
         self._writable.register(self._socket, select.POLLOUT)
@@ -44,23 +47,35 @@ class LaneSocket:
 
     def send(self, frame: bytes, deadline: float, method: str) -> None:
         """Sends a whole frame by `deadline`, or raises CallTimeout and has sent nothing of it."""
-        left = deadline - self.clock.now()
-        locked = self._sending.acquire(timeout=left) if left > 0 else self._sending.acquire(False)
-        if not locked:
-            raise timed_out(method, max(left, 0.0))
+        if not self._sending.acquire(False):
+            left = deadline - self.clock.now()
+            if left <= 0 or not self._sending.acquire(timeout=left):
+                raise timed_out(method, max(left, 0.0))
         try:
             if self.broken:
                 raise Disconnected(self.broken)
-            rest = memoryview(frame)
-            while rest:
-                try:
-                    rest = rest[self._socket.send(rest) :]
-                except BlockingIOError:
-                    self._wait_writable(deadline, method, begun=len(rest) < len(frame))
+            sent = self._socket.send(frame)
+            if sent < len(frame):
+                self._send_rest(frame, sent, deadline, method)
+        except BlockingIOError:
+            self._send_rest(frame, 0, deadline, method)
         except OSError as error:
-            raise self.fail(f"the daemon is gone ({error.strerror or error})") from error
+            raise self._gone(error) from error
         finally:
             self._sending.release()
+
+    def _send_rest(self, frame: bytes, sent: int, deadline: float, method: str) -> None:
+        rest = memoryview(frame)[sent:]
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._wait_writable(deadline, method, begun=len(rest) < len(frame))
+            except OSError as error:
+                raise self._gone(error) from error
+
+    def _gone(self, error: OSError) -> Disconnected:
+        return self.fail(f"the daemon is gone ({error.strerror or error})")
 
     def _wait_writable(self, deadline: float, method: str, begun: bool) -> None:
         left = deadline - self.clock.now()
@@ -77,22 +92,23 @@ class LaneSocket:
         try:
             if not self._readable.poll(math.ceil(wait_seconds * 1000)):
                 return False
-            for frame in self._frames.feed(*self._read()):
+            data, descriptors = self._read()
+            for frame in self._frames.feed(data, descriptors):
                 dispatch(frame)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self.fail(f"the daemon is gone ({error.strerror or error})") from error
+            raise self._gone(error) from error
         except (FrameError, DecodeError) as error:
             raise self.fail(f"the daemon sent what is no frame: {error}") from error
         return True
 
     def _read(self) -> tuple[memoryview, list[int]]:
         size, ancillary, flags, _ = self._socket.recvmsg_into(
-            [self._inbox], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            self._inboxes, ANCILLARY_BYTES, CLOEXEC
         )
         descriptors = _descriptors(ancillary) if ancillary else []
-        if flags & socket.MSG_CTRUNC:
+        if flags & CTRUNC:
             close_all(descriptors)
             raise self.fail("descriptors were lost; raise this process's open file limit")
         if size == 0:

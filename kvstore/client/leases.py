@@ -26,7 +26,8 @@ class Lease:
 
     def extend(self, since: float, ttl: float) -> None:
         self.renewed, self.ttl = since, ttl
-        self.expires = max(self.expires, since + ttl)
+        if since + ttl > self.expires:
+            self.expires = since + ttl
 
     def check(self, now: float) -> None:
         """Raises LeaseLost unless the lease covers this moment."""
@@ -60,7 +61,7 @@ class LeaseTable:
                 lease = self._leases[lease_id] = Lease(lease_id, request_id)
             lease.users += 1
             lease.extend(since, ttl)
-        return lease
+            return lease
 
     def drop(self, lease: Lease) -> bool:
         """One user fewer; True when the lease is to be released."""

@@ -122,7 +122,9 @@ class Link:
 
     def attachment(self, space: Space) -> Attachment:
         """The space in the live session."""
-        session = self.session()
+        session = self._session
+        if session is None or os.getpid() != self._pid:
+            session = self.session()
         attachment = session.attachments.get(space)
         if attachment is None:
             if session.ended:

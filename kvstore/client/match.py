@@ -32,8 +32,6 @@ class Match:
     ) -> None:
         self.matched_tokens: int = response.matched_tokens
         self.restore_tokens: int = response.restore_tokens
-        self.pending_tokens: int = response.pending_tokens
-        self.reason: str = response.reason
         self.attachment = attachment
         self.lease = lease
         self._response = response
@@ -42,6 +40,16 @@ class Match:
         self._released = lease is None
         self._ranges: tuple[range, ...] | None = None
         self._located: Located | None = None
+
+    @property
+    def pending_tokens(self) -> int:
+        count: int = self._response.pending_tokens
+        return count
+
+    @property
+    def reason(self) -> str:
+        text: str = self._response.reason
+        return text
 
     @cached_property
     def plan(self) -> RestorePlan:

@@ -48,6 +48,8 @@ class Attachment:
 
     session: Session
     number: int
+    space_id: bytes
+    epoch: int
     block_bytes: int
     slot_bytes: int
     shard_count: int
@@ -90,12 +92,8 @@ class Session:
         except Draining as error:
             raise StoreUnavailable(str(error)) from error
         self.staging = None if segment is None else Staging(segment)
+        self.message_bytes: int = self.info.limits.message_bytes or DEFAULT_MESSAGE_BYTES
         self._spoke = self.last_heard
-
-    @property
-    def message_bytes(self) -> int:
-        """The longest message that the daemon takes."""
-        return self.info.limits.message_bytes or DEFAULT_MESSAGE_BYTES
 
     def attach(self, space: Space, timeout: float) -> Attachment:
         request = pb.AttachRequest(
@@ -117,8 +115,8 @@ class Session:
                 self.pools[pool.pool_id] = pool
                 self._untouched.append((pool, 0))
         attachment = Attachment(
-            self, response.attachment, response.block_bytes, response.slot_bytes,
-            space.spec.shard_count, self.pools,
+            self, response.attachment, response.space_id, response.epoch, response.block_bytes,
+            response.slot_bytes, space.spec.shard_count, self.pools,
         )  # fmt: skip
         self.attachments[space] = attachment
         return attachment
@@ -186,7 +184,10 @@ class Session:
 
     def release(self, lease_id: int) -> None:
         """Ends a lease, without waiting."""
-        self.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
+        try:
+            self.transport.release(lease_id)
+        except (StoreUnavailable, NotFound):
+            return  # the session ended, and the lease with it
 
     def drop_soon(self, lease: Lease) -> None:
         """As a release, on the background thread: takes no lock, so destructors may call it."""

@@ -41,6 +41,16 @@ class Space:
     def __repr__(self) -> str:
         return f"Space({self.spec.model!r}, tenant={self.tenant!r}, shard={self.shard})"
 
+    @property
+    def space_id(self) -> bytes:
+        """What the daemon tells this space from others by, 32 bytes."""
+        return self._link.attachment(self).space_id
+
+    @property
+    def epoch(self) -> int:
+        """The space's epoch when it was last attached; blocks of earlier ones are gone."""
+        return self._link.attachment(self).epoch
+
     # ---- Lookup and restore ----
 
     def lookup(
@@ -65,11 +75,14 @@ class Space:
         prompt shares one lease.
         """
         attachment = self._link.attachment(self)
-        request = pb.LookupRequest(attachment=attachment.number, local_tokens=local_tokens)
-        fill_prompt(
-            request.prompt, self.spec, token_ids, hashes, adapter, cache_salt, extra_digests
-        )
-        fit_prompt(request.prompt, self.spec, attachment.session.message_bytes)
+        session, spec, limit = attachment.session, self.spec, self._link.timeouts.call_seconds
+        request = pb.LookupRequest()
+        request.attachment = attachment.number
+        prompt = request.prompt
+        count = fill_prompt(prompt, spec, token_ids, hashes, adapter, cache_salt, extra_digests)
+        fit_prompt(prompt, spec, count, session.message_bytes)
+        if local_tokens:
+            request.local_tokens = local_tokens
         if request_id:
             request.request_id = request_id
         if deadline_seconds is not None:
@@ -79,14 +92,14 @@ class Space:
         if queued_prefill_tokens or gpu_busy_ratio:
             request.load.queued_prefill_tokens = queued_prefill_tokens
             request.load.gpu_busy_ratio = gpu_busy_ratio
-        session, limit = attachment.session, self._link.timeouts.call_seconds
         before = session.clock.now()
         response = session.call("Lookup", request, limit, session.late_lookup)
         lease = None
-        if response.lease_id:
+        lease_id = response.lease_id
+        if lease_id:
             ttl = response.lease_ttl_seconds
-            lease = session.leases.hold(response.lease_id, request_id or "", before, ttl)
-        return Match(response, attachment, lease, self.spec.block_size, local_tokens)
+            lease = session.leases.hold(lease_id, request_id or "", before, ttl)
+        return Match(response, attachment, lease, spec.block_size, local_tokens)
 
     def restore(self, match: Match) -> list[memoryview]:
         """A read-only view of each block that the plan loads; waits until all are in memory.
@@ -179,7 +192,7 @@ class Space:
             raise InvalidRequest(f"first_block is {first_block}; the prompt has {stop} full blocks")
         width, count = attachment.block_bytes, stop - first_block
         source = BlockBuffers(blocks, count, width, "blocks", first_block)
-        fit = fit_prompt(prompt, self.spec, attachment.session.message_bytes)
+        fit = fit_prompt(prompt, self.spec, stop, attachment.session.message_bytes)
         left_out = min(count, stop - fit)
         count -= left_out
         if not count:

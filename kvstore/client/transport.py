@@ -79,6 +79,10 @@ class Transport(Protocol):
         """
         ...
 
+    def release(self, lease_id: int) -> None:
+        """As `send` of a Release of one lease."""
+        ...
+
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
         """Answers one by one; `timeout` is for each."""
         ...
@@ -166,6 +170,9 @@ class DirectTransport:
             raise
         except KVStoreError:
             pass  # nobody asked for the answer
+
+    def release(self, lease_id: int) -> None:
+        self.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
 
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
         return iter(self._call(method, request))

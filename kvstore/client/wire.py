@@ -25,6 +25,7 @@ ERRORS: dict[str, type[KVStoreError]] = {
     )
 }  # fmt: skip
 
+_UINT32 = np.dtype("<u4")
 MESSAGE_MARGIN_BYTES = 8192  # what a request holds beside its prompt
 
 
@@ -39,7 +40,10 @@ def spec_message(spec: KVSpec) -> pb.KVSpec:
 
 def token_bytes(token_ids: Tokens) -> bytes:
     """Packed ids; lists, the usual case, skip numpy, which takes four times as long for them."""
-    if isinstance(token_ids, list | tuple):
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.dtype == _UINT32 and token_ids.ndim == 1:
+            return token_ids.tobytes()
+    elif isinstance(token_ids, (list, tuple)):
         try:
             packed = array.array("I", token_ids)
         except (OverflowError, TypeError):
@@ -58,8 +62,10 @@ def fill_prompt(
     extra_digests: Mapping[int, bytes] | None = None,
 ) -> int:
     """Writes a prompt and answers with its number of full blocks; raises InvalidRequest."""
-    prompt.adapter = adapter
-    prompt.cache_salt = cache_salt
+    if adapter:
+        prompt.adapter = adapter
+    if cache_salt:
+        prompt.cache_salt = cache_salt
     if extra_digests:
         for block in sorted(extra_digests):
             prompt.extra.add(block=block, digest=extra_digests[block])
@@ -96,11 +102,13 @@ def cut_prompt(prompt: pb.Prompt, symbols: bytes, symbol_bytes: int, stop: int) 
         prompt.tokens = kept
 
 
-def fit_prompt(prompt: pb.Prompt, spec: KVSpec, message_bytes: int) -> int:
-    """Cuts a prompt that no message holds to the blocks that fit; answers with their number.
+def fit_prompt(prompt: pb.Prompt, spec: KVSpec, count: int, message_bytes: int) -> int:
+    """Cuts a prompt of `count` blocks to those that a message holds; answers with their number.
 
     What is left is a prefix, so it finds and stores less, never something else.
     """
+    if prompt.ByteSize() <= message_bytes - MESSAGE_MARGIN_BYTES:
+        return count
     symbols = prompt.tokens or prompt.hashes
     width = prompt.hash_bytes or 4 * spec.block_size
     room = message_bytes - (prompt.ByteSize() - len(symbols)) - MESSAGE_MARGIN_BYTES
