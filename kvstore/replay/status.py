@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from kvstore.client import KVClient, PermissionDenied
+from kvstore.client import KVClient
 
 
 class StatusReader:
@@ -33,15 +33,6 @@ def read_status(target: str) -> dict[str, Any]:
     """The status of the daemon at `target`."""
     with StatusReader(target) as reader:
         return reader.read()
-
-
-def space_epoch(client: KVClient, space_id: bytes) -> int:
-    """The epoch of a space; 0 for a client that may not ask."""
-    try:
-        spaces = client.status(with_spaces=True).spaces
-    except PermissionDenied:
-        return 0
-    return next((space.epoch for space in spaces if space.space_id == space_id), 0)
 
 
 def plain(message: Any) -> dict[str, Any]:

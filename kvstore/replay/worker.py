@@ -18,12 +18,11 @@ import numpy as np
 from kvstore.client import KVClient
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.errors import StoreUnavailable
-from kvstore.core.spec import KVSpec, space_id
+from kvstore.core.spec import KVSpec
 from kvstore.replay.board import Board
 from kvstore.replay.engine import AttachedSpace, Seen, TraceEngine
 from kvstore.replay.formats import TraceRequest, load_trace
 from kvstore.replay.payload import PromptMaker
-from kvstore.replay.status import space_epoch
 from kvstore.replay.tally import Tally
 from kvstore.replay.transform import spread_ticks
 
@@ -84,9 +83,9 @@ class Spaces:
         tenant = tenant or "default"
         if tenant not in self._spaces:
             space = self._client.attach(self._spec, tenant=tenant, shard=0)
-            identity = space_id(self._spec, tenant)
-            epoch = space_epoch(self._client, identity)
-            self._spaces[tenant] = AttachedSpace(space, identity, epoch, self._spec.block_bytes)
+            self._spaces[tenant] = AttachedSpace(
+                space, space.space_id, space.epoch, self._spec.block_bytes
+            )
         return self._spaces[tenant]
 
     def close(self) -> None:

@@ -278,3 +278,21 @@ def test_a_full_backlog_is_unavailable(tmp_path):
         KVClient.connect(f"{tmp_path}/s.sock", attach_timeout_seconds=0.2)
     for one in (*waiting, listener):
         one.close()
+
+
+def test_releases_ride_along_with_the_next_call(daemon, transport):
+    """A release waits for company and reaches the daemon as the message it stands for."""
+    released = []
+
+    def note(method, request):
+        if method == "Release":
+            released.extend(request.lease_ids)
+        return None
+
+    daemon.before = note
+    leases = [1, 2**64 - 1]
+    for lease_id in leases:
+        transport.release(lease_id)
+    assert not released
+    transport.call("Renew", pb.RenewRequest(), 5.0)
+    assert released == leases

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.client import KVClient, KVSpec, NotFound, PutResult
+from kvstore.client import (
+    InvalidRequest,
+    KVClient,
+    KVSpec,
+    LeaseLost,
+    NotFound,
+    PutResult,
+    StoreUnavailable,
+)
 from kvstore.client.located import Located
 from kvstore.core.lane import FrameKind, pack_frame
 from kvstore.core.slots import encode_slots
@@ -105,6 +113,44 @@ def test_scattered_slots_come_back_in_order(space, daemon, seed):
         out = np.empty((COUNT - local, SIZE), np.uint8)
         space.restore_into(match, out)
         assert out.tobytes() == b"".join(want[local:])
+        daemon.generations[slots[-1]] += 1
+        with pytest.raises(LeaseLost):
+            match.check()
+
+
+def test_slots_that_cannot_be_are_refused(space, daemon):
+    """I1: what is no slot of a mapped pool is an error, whatever else the answer holds."""
+    located = Located(space._link.attachment(space), (range(0, 2),))
+    with pytest.raises(StoreUnavailable, match="pool 7"):
+        located.add(0, packed_slots([7 << 40, 0], [1, 1]))
+    with pytest.raises(StoreUnavailable, match="unpack"):
+        located.add(0, pb.SlotRuns(places=b"123"))
+    with pytest.raises(StoreUnavailable, match="disagree"):
+        located.add(0, pb.SlotRuns(places=bytes(16), generations=bytes(16), counts=b"1234"))
+    assert located.missing() == [range(0, 2)]
+    located.add(0, packed_slots([0, len(daemon.generations) + 5], [0, 1]))
+    with pytest.raises(LeaseLost):
+        located.check()
+
+
+@pytest.mark.parametrize("make", [np.array, np.asfortranarray, lambda a: a.view(np.int8), list])
+def test_any_contiguous_array_takes_blocks(space, make):
+    """Blocks reach the caller's memory whatever the type of the array; others are refused."""
+    space.put(TOKENS, BLOCKS)
+    out = make(np.zeros((COUNT, SIZE), np.uint8))
+    with space.lookup(TOKENS) as match:
+        if isinstance(out, np.ndarray) and not out.flags.c_contiguous:
+            with pytest.raises(InvalidRequest):
+                space.restore_into(match, out)
+            return
+        space.restore_into(match, out)
+        assert np.array_equal(np.stack(list(out)).view(np.uint8), BLOCKS)
+        frozen = np.zeros((COUNT, SIZE), np.uint8)
+        frozen.setflags(write=False)
+        with pytest.raises(InvalidRequest, match="read-only"):
+            space.restore_into(match, frozen)
+        with pytest.raises(InvalidRequest, match="read-only"):
+            space.restore_into(match, list(frozen))
 
 
 def test_local_tokens_are_left_out(space):
@@ -167,9 +213,13 @@ def test_what_is_in_no_pool_yet_is_asked_for(space, daemon, known, split):
 
 
 def one_slot(block):
+    return packed_slots([block], [1])
+
+
+def packed_slots(places, generations):
     slots = pb.SlotRuns()
     slots.places, slots.generations, slots.counts = encode_slots(
-        np.array([block]), np.array([1], np.uint64), 1
+        np.array(places), np.array(generations, np.uint64), 1
     )
     return slots
 
