@@ -130,15 +130,13 @@ class CommitFlow:
         self, reservation: Reservation, positions: range, places: list[int], checksums: list[bytes]
     ) -> bytes:
         parts, attachment = self._parts, reservation.attachment
-        path = parts.index.path(reservation.anchor, positions[0])
-        left = iter(places)
-        runs = []
-        for run, start, stop in path:
-            taken = [(i, place) for i, place in zip(range(start, stop), left, strict=False)]
-            for i, place in taken:
-                parts.index.commit(run, i, attachment.shard, HOST, place)
+        runs, done = [], 0
+        for run, start, stop in parts.index.path(reservation.anchor, positions[0]):
+            taken = places[done : done + stop - start]
+            parts.index.commit_span(run, start, attachment.shard, HOST, taken)
             runs.append(run)
-            if len(taken) < stop - start:
+            done += len(taken)
+            if done == len(places):
                 break
         self._publisher.remember(places, checksums)
         self._table.committed(reservation, positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from kvstore.core.keys import BLOCK_KEY_BYTES
+from kvstore.core.keys import BLOCK_KEY_BYTES, chain_keys
 from kvstore.core.space import Space
 from kvstore.policies.index import Anchor, Removed, Run, Span
 from kvstore.policies.residency import Drop
@@ -68,18 +68,33 @@ class Remover:
     def _published_keys(self, removed: Removed) -> bytes:
         """Keys of the READY blocks that were removed, one a block whatever its shards.
 
-        Read from the slots' headers: to chain them again costs a hash for each block before, and
-        is done only where a header is damaged.
+        Chained from the parent key in a slot's header: to chain them from the root costs a hash
+        for each block before, and is done only where a header is damaged.
         """
-        parts, keys = self._parts, []
-        for place in removed.places[HOST]:
-            if parts.host.generation(place):
-                header = parts.header(place)
-                if header is None:
-                    return b"".join(key for span in removed.spans for key in parts.index.keys(span))
-                if header.shard == 0:
-                    keys.append(header.key)
+        parts, keys = self._parts, list[bytes]()
+        published = [place for place in removed.places[HOST] if parts.host.generation(place)]
+        slots = [run.root.space.shard_count * (stop - start) for run, start, stop in removed.spans]
+        if len(published) != sum(slots):
+            return self._keys_in_headers(removed, published)
+        at = 0
+        for span, count in zip(removed.spans, slots, strict=True):
+            run, start, stop = span
+            header = parts.header(published[at])
+            if header is None:
+                keys += parts.index.keys(span)
+            else:
+                symbols = [run.symbol(i) for i in range(start, stop)]
+                keys += chain_keys(header.parent_key, symbols)
+            at += count
         return b"".join(keys)
+
+    def _keys_in_headers(self, removed: Removed, published: list[int]) -> bytes:
+        """Keys of blocks of which some could not be published: by what their headers say."""
+        headers = [self._parts.header(place) for place in published]
+        if None in headers:
+            spans = removed.spans
+            return b"".join(key for span in spans for key in self._parts.index.keys(span))
+        return b"".join(h.key for h in headers if h is not None and h.shard == 0)
 
     def quarantine(self, place: int) -> None:
         """Drops a block whose bytes no longer match, and all that depends on it."""

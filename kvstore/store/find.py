@@ -27,6 +27,7 @@ def find_key(parts: Parts, key: bytes, found: Callable[[Any, int], None], absent
                 for i, place in enumerate(places):
                     header = parts.header(place) if parts.host.generation(place) else None
                     if header is not None and header.key == key:
+                        runs.clear()
                         found(run, i)
                         return
         if runs:

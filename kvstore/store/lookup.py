@@ -5,7 +5,6 @@ walk the index (in slices) -> check adopted bytes not yet verified -> limits -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestoreP
 from kvstore.policies.index import Walk
 from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
+from kvstore.store.slices import SlicedWalk, settle
 from kvstore.store.verify import Verifier
 
 RECOMPUTE_ALL = RestorePlan("recompute_all")
@@ -48,20 +48,8 @@ class LookupFlow:
         walk = parts.index.walk(root, query.chain)
         if not walk.step(SLICE_BLOCKS):
             finish = partial(self._walked, attachment, query, local_tokens, walk)
-            return self._in_slices(walk, finish)
+            return SlicedWalk(parts, walk, finish).answer
         return self._walked(attachment, query, local_tokens, walk)
-
-    def _in_slices(self, walk: Walk, finish: Callable[[], Any]) -> Completion[LookupResult]:
-        answer: Completion[LookupResult] = Completion()
-
-        def go_on() -> None:
-            if not walk.step(SLICE_BLOCKS):
-                self._parts.defer(go_on)
-                return
-            settle(answer, finish)
-
-        self._parts.defer(go_on)
-        return answer
 
     def _walked(
         self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk
@@ -227,19 +215,6 @@ class LookupFlow:
             return None
         # Pending blocks may have become READY: then the lease grows.
         return None if lease.result.pending_tokens else self._again(attachment, lease)
-
-
-def settle(answer: Completion[Any], finish: Callable[[], Any]) -> None:
-    """Resolves `answer` with what `finish` returns, raises, or completes later."""
-    try:
-        value = finish()
-    except Exception as error:
-        answer.fail(error)
-        return
-    if isinstance(value, Completion):
-        value.then(lambda done: settle(answer, done.result))
-    else:
-        answer.resolve(value)
 
 
 def cut_path(path: list[Any], block_count: int) -> list[Any]:

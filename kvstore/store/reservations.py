@@ -154,12 +154,18 @@ class ReservationTable:
             self._remover.removed(reservation.attachment.space, removed, "unfinished")
 
     def _drop_ready(self, reservation: Reservation) -> None:
-        ready = set()
-        for position in reservation.committed:
-            block = self.block(reservation, position)
-            if block is None or block[1] < block[0].ready:
-                ready.add(position)
-        reservation.committed -= ready
+        """Forgets blocks that became READY, or are gone."""
+        run = reservation.anchor.run
+        if run is None:
+            reservation.committed.clear()
+            return
+        end = run.first + reservation.anchor.depth
+        while run.parent is not None and not run.ready:
+            run = run.parent
+        # Blocks are READY parents first, so that one number says which of them are.
+        ready = run.first + run.ready
+        committed = reservation.committed
+        reservation.committed = {block for block in committed if ready <= block < end}
 
     def _forget_unfinished(self, reservation: Reservation) -> None:
         number = reservation.attachment.space.number

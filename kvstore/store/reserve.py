@@ -5,17 +5,19 @@ walk the index -> stage absent blocks (STAGING) -> take slots, evicting if need 
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining, InvalidRequest
 from kvstore.core.plan import BlockOutcome, Query, ReserveResult
 from kvstore.core.space import Space
 from kvstore.policies.index import StageAnswer, Staged, Walk
 from kvstore.store.evict import Remover
-from kvstore.store.lookup import settle
 from kvstore.store.parts import HOST, RESERVE_BLOCKS_MAX, SLICE_BLOCKS, Parts
 from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import Reservation, ReservationTable
 from kvstore.store.sessions import Attachment
+from kvstore.store.slices import SlicedWalk
 
 OUTCOMES = bytes.maketrans(
     bytes([StageAnswer.LEFT_OUT, StageAnswer.PRESENT, StageAnswer.PENDING, StageAnswer.WANTED]),
@@ -56,16 +58,8 @@ class ReserveFlow:
         walk = index.walk(root, query.chain if last == total else query.chain.cut(last))
         if walk.step(SLICE_BLOCKS):
             return self._stage(attachment, walk, first_block, last)
-        answer: Completion[ReserveResult] = Completion()
-
-        def go_on() -> None:
-            if not walk.step(SLICE_BLOCKS):
-                self._parts.defer(go_on)
-            else:
-                settle(answer, lambda: self._stage(attachment, walk, first_block, last))
-
-        self._parts.defer(go_on)
-        return answer
+        finish = partial(self._stage, attachment, walk, first_block, last)
+        return SlicedWalk(self._parts, walk, finish).answer
 
     def _rejected(self, first_block: int, last: int, reason: str) -> ReserveResult:
         self._parts.recorder.put_blocks("rejected", last - first_block)
