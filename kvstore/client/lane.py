@@ -138,7 +138,9 @@ class LaneTransport:
     def start(
         self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
     ) -> LaneCall:
-        payload = self._encode(method, request)
+        payload: bytes = request.SerializeToString()
+        if len(payload) > self.message_bytes:
+            raise self._too_long(method, len(payload))
         call = LaneCall(self, method, timeout, on_late)
         header = HEADER.pack(len(payload), REQUEST, METHOD_NUMBERS[method], 0, call.id)
         self._calls[call.id] = call
@@ -153,7 +155,7 @@ class LaneTransport:
 
     def send(self, method: str, request: Message) -> None:
         # With the next call it costs neither a system call nor a wake-up of the daemon.
-        payload = self._encode(method, request)
+        payload = request.SerializeToString()
         self._outbox.append(pack_frame(REQUEST, METHOD_NUMBERS[method], FLAG_NO_REPLY, 0, payload))
 
     def release(self, lease_id: int) -> None:
@@ -222,14 +224,11 @@ class LaneTransport:
     def close(self) -> None:
         self._fail_all(self._socket.fail("the client closed the connection"))
 
-    def _encode(self, method: str, request: Message) -> bytes:
-        payload: bytes = request.SerializeToString()
-        if len(payload) > self.message_bytes:
-            raise InvalidRequest(
-                f"{method} takes {len(payload)} bytes and a message at most {self.message_bytes}; "
-                "send a shorter prompt or raise limits.message_bytes"
-            )
-        return payload
+    def _too_long(self, method: str, size: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"{method} takes {size} bytes and a message at most {self.message_bytes}; "
+            "send a shorter prompt or raise limits.message_bytes"
+        )
 
     # ---- Waiting: one reads, the others follow ----
 
@@ -311,19 +310,16 @@ class LaneTransport:
             else:
                 call.value = REPLIES[call.method].FromString(payload)
             self._calls.pop(call_id, None)
-            self._finish(call, descriptors)
-
-    def _finish(self, call: LaneCall, descriptors: Sequence[int]) -> None:
-        with self._state:
-            if not call.abandoned:
-                call.descriptors = descriptors
-                call.done = call.ready = True
-                if call.event is not None:
-                    call.event.set()
-                return
-        close_all(descriptors)
-        if call.on_late is not None:
-            call.on_late(call.error or call.value)
+            with self._state:
+                late = call.abandoned
+                if not late:
+                    call.descriptors = descriptors
+                    call.done = True
+                    call.signal()
+            if late:
+                close_all(descriptors)
+                if call.on_late is not None:
+                    call.on_late(call.error or call.value)
 
     def _fail_all(self, error: Disconnected) -> None:
         """Every call under way fails with `error`."""

@@ -24,6 +24,9 @@ DESCRIPTOR_MAX = 253  # what Linux passes with one message
 CTRUNC, CLOEXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTOR_MAX)
 
+END = "the daemon closed the connection"
+LOST = "descriptors were lost; raise this process's open file limit"
+
 
 class LaneSocket:
     """One connection. Any thread may send; one at a time may receive, the owner sees to that.
@@ -92,8 +95,14 @@ class LaneSocket:
         try:
             if not self._readable.poll(math.ceil(wait_seconds * 1000)):
                 return False
-            data, descriptors = self._read()
-            for frame in self._frames.feed(data, descriptors):
+            size, ancillary, flags, _ = self._socket.recvmsg_into(
+                self._inboxes, ANCILLARY_BYTES, CLOEXEC
+            )
+            descriptors = _descriptors(ancillary) if ancillary else []
+            if size == 0 or flags & CTRUNC:
+                close_all(descriptors)
+                raise self.fail(END if size == 0 else LOST)
+            for frame in self._frames.feed(self._inbox[:size], descriptors):
                 dispatch(frame)
         except BlockingIOError:
             return False
@@ -102,18 +111,6 @@ class LaneSocket:
         except (FrameError, DecodeError) as error:
             raise self.fail(f"the daemon sent what is no frame: {error}") from error
         return True
-
-    def _read(self) -> tuple[memoryview, list[int]]:
-        size, ancillary, flags, _ = self._socket.recvmsg_into(
-            self._inboxes, ANCILLARY_BYTES, CLOEXEC
-        )
-        descriptors = _descriptors(ancillary) if ancillary else []
-        if flags & CTRUNC:
-            close_all(descriptors)
-            raise self.fail("descriptors were lost; raise this process's open file limit")
-        if size == 0:
-            raise self.fail("the daemon closed the connection")
-        return self._inbox[:size], descriptors
 
     def fail(self, reason: str) -> Disconnected:
         """Closes the connection; answers with the error that every later use raises."""

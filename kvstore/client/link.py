@@ -125,7 +125,9 @@ class Link:
         session = self._session
         if session is None or os.getpid() != self._pid:
             session = self.session()
-        attachment = session.attachments.get(space)
+        attachment = space.attached
+        if attachment is None or attachment.session is not session:
+            attachment = session.attachments.get(space)
         if attachment is None:
             if session.ended:
                 raise StoreUnavailable(session.ended)

@@ -23,7 +23,7 @@ from kvstore.core.errors import KVStoreError, LimitReached, NotFound, StoreUnava
 from kvstore.core.plan import BlockOutcome
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
-BATCH_BYTES = 4 << 20  # of one Commit: long enough to hide its round trip, short enough to overlap
+BATCH_BYTES = 8 << 20  # of one Commit: long enough to hide its round trip, short enough to overlap
 BATCHES_IN_FLIGHT = 3
 WINDOW_BLOCKS = 1024  # of one Reserve, unless the daemon says otherwise
 

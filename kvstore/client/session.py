@@ -118,7 +118,7 @@ class Session:
             self, response.attachment, response.space_id, response.epoch, response.block_bytes,
             response.slot_bytes, space.spec.shard_count, self.pools,
         )  # fmt: skip
-        self.attachments[space] = attachment
+        self.attachments[space] = space.attached = attachment
         return attachment
 
     # ---- Calls ----
@@ -273,6 +273,9 @@ class Session:
         self.transport.close()
         # Without these circles the mapped memory goes with its last user, not with a collection.
         self.transport.on_notice = ignore_notice
+        for space, attachment in list(self.attachments.items()):
+            if space.attached is attachment:
+                space.attached = None
         self.attachments.clear()
         self.refusals.clear()
 

@@ -37,6 +37,7 @@ class Space:
         self.overlap = overlap
         self._link = link
         self._executor = executor
+        self.attached: Attachment | None = None  # the latest, as long as its session lasts
 
     def __repr__(self) -> str:
         return f"Space({self.spec.model!r}, tenant={self.tenant!r}, shard={self.shard})"
