@@ -26,6 +26,7 @@ from kvstore.locks import FileLock, private_directory
 from kvstore.metrics import Metrics
 from kvstore.mover import CHECK_LINK, COPY_LINK, LINKS, ThreadMover
 from kvstore.recovery import recover
+from kvstore.scheduling import take_short_turns
 from kvstore.server.access import Access
 from kvstore.server.budget import MessageBudget
 from kvstore.server.grpc_server import GrpcServer
@@ -77,6 +78,7 @@ class Daemon:
         try:
             self._open_store()
             await self._open_doors()
+            take_short_turns()
             self._handle_signals()
             self.state = "serving"
             _log.info("serving on %s", self.config.server.socket)

@@ -41,6 +41,7 @@ IMPORT_MAP: dict[str, set[str]] = {
     "events": {"core"},
     "explain": {"core"},
     "locks": {"core"},
+    "scheduling": {"core"},
     "logs": {"core"},
     "httpd": {"core"},
     "testing": {

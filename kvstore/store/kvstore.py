@@ -13,7 +13,6 @@ from kvstore.core.errors import (
     Draining,
     InvalidRequest,
     LimitReached,
-    NotFound,
     PermissionDenied,
 )
 from kvstore.core.lease import Lease
@@ -22,24 +21,19 @@ from kvstore.core.plan import (
     CommitResult,
     CommitRun,
     LookupResult,
-    PinResult,
     Query,
     ReserveResult,
     ReuseHints,
     Slots,
-    VerifyResult,
 )
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec, space_id
 from kvstore.core.views import StatusView
-from kvstore.store.clear import ClearFlow
 from kvstore.store.commit import CommitFlow
 from kvstore.store.evict import Remover
-from kvstore.store.find import find_key
 from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
-from kvstore.store.parts import HOST, TIER_NAMES, Parts
-from kvstore.store.pins import PinTable
+from kvstore.store.parts import Parts
 from kvstore.store.publish import Publisher
 from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import ReservationTable
@@ -47,7 +41,7 @@ from kvstore.store.reserve import ReserveFlow
 from kvstore.store.restore import RestoreFlow
 from kvstore.store.sessions import Attachment, Identity, Session
 from kvstore.store.verify import Verifier
-from kvstore.store.views import space_views, status_view, tenant_view, tenant_views
+from kvstore.store.views import status_view
 from kvstore.tiers.base import SharedPool
 
 SESSION_TTL_SECONDS = 10.0
@@ -58,21 +52,18 @@ class KVStore:
     """Index, leases, reservations and sessions of one daemon, over its tiers."""
 
     def __init__(self, parts: Parts, boot_id: str) -> None:
-        self.parts = parts
+        remover = Remover(parts, self._lost)
+        super().__init__(parts, remover, Verifier(parts, remover))
         self.boot_id = boot_id
         self.started = parts.clock.now()
         self.on_drain: Callable[[float, bool], None] | None = None
-        self.remover = Remover(parts, self._lost)
-        self.verifier = Verifier(parts, self.remover)
         self.reservations = ReservationTable(parts, self.remover)
-        self.pins = PinTable(parts)
         self._lookups = LookupFlow(parts, self.verifier)
         self._restores = RestoreFlow(parts, self._lookups, self.remover)
         self._reserves = ReserveFlow(
             parts, self.reservations, self.remover, Relocator(parts, self.remover)
         )
         self._commits = CommitFlow(parts, self.reservations, Publisher(parts, self.remover))
-        self._clears = ClearFlow(parts, self.remover)
 
     @property
     def events(self) -> Any:
@@ -263,93 +254,10 @@ class KVStore:
         if reservation is not None and reservation.session is session:
             self.reservations.end(reservation, "aborted")
 
-    # ---- Operators' calls ----
+    # ---- Life ----
 
     def status(self) -> StatusView:
         return status_view(self)
-
-    def spaces(self) -> Any:
-        return space_views(self.parts)
-
-    def tenants(self) -> Any:
-        return tenant_views(self.parts)
-
-    def set_policy(self, eviction: str) -> None:
-        """Changes the eviction policy; what is resident stays."""
-        self.parts.residency.set_policy(eviction)
-
-    def set_quota(
-        self, tenant: str, tier: str, cap_bytes: int | None, floor_bytes: int | None
-    ) -> Any:
-        """Changes what is given; 0 takes a quota away. Answers with the tenant's view."""
-        self._check_tier(tier)
-        if tenant not in self.parts.known_tenants():
-            raise NotFound(f"tenant {tenant!r} is unknown; name one of the [[access]] rules")
-        self._check_floors(tenant, floor_bytes or 0)
-        residency, old = self.parts.residency, self.parts.residency.quota(tenant, HOST)
-        cap = old.cap_bytes if cap_bytes is None else cap_bytes or None
-        floor = old.floor_bytes if floor_bytes is None else floor_bytes or None
-        residency.set_quota(tenant, HOST, cap, floor)
-        self.remover.trim(self.parts.pool_of(tenant), tenant)
-        return tenant_view(self.parts, tenant)
-
-    def pin(
-        self, session: Session, request_id: str, block_key: bytes, ttl_seconds: float
-    ) -> PinResult | Completion[PinResult]:
-        """Keeps a prefix: what a live request's lease covers, or up to a printed key."""
-        if request_id:
-            lease = self._lease_of_request(request_id)
-            return self.pins.pin(
-                session, request_id, lease.anchor.run, lease.anchor.depth, ttl_seconds
-            )
-        answer: Completion[PinResult] = Completion()
-
-        def found(run: Any, i: int) -> None:
-            try:
-                answer.resolve(self.pins.pin(session, block_key.hex(), run, i + 1, ttl_seconds))
-            except Exception as error:
-                answer.fail(error)
-
-        find_key(
-            self.parts, block_key, found,
-            lambda: answer.fail(NotFound(f"no block {block_key.hex()} is stored")),
-        )  # fmt: skip
-        return answer
-
-    def _lease_of_request(self, request_id: str) -> Lease:
-        for lease in self.parts.leases.all():
-            if lease.request_id == request_id and lease.anchor.run is not None:
-                return lease
-        raise NotFound(f"request {request_id!r} holds no lease now; pin a printed block key")
-
-    def unpin(self, pin_id: str, request_id: str = "", block_key: bytes = b"") -> int:
-        return self.pins.unpin(pin_id or request_id or block_key.hex())
-
-    def clear(self, space_id: bytes | None = None, tenant: str | None = None) -> Completion[int]:
-        """Drops a space, a tenant's spaces, or (with neither) everything."""
-        spaces = list(self.parts.spaces.values())
-        if space_id is not None:
-            spaces = [self._known(space_id)]
-        elif tenant is not None:
-            spaces = [space for space in spaces if space.tenant == tenant]
-            if not spaces:
-                raise NotFound(f"tenant {tenant!r} has no spaces; `kvstore spaces` lists them")
-        return self._clears.clear([space for space in spaces if not space.closing])
-
-    def bump_epoch(self, space_id: bytes) -> Completion[tuple[int, int]]:
-        """A new epoch of a space: (its number, blocks removed)."""
-        space = self._known(space_id)
-        answer: Completion[tuple[int, int]] = Completion()
-        removed = self._clears.bump(space)
-        epoch = space.epoch
-        removed.then(lambda done: answer.resolve((epoch, done.result())))
-        return answer
-
-    def verify(self, tier: str = "") -> Completion[VerifyResult]:
-        """Hashes every stored block again; corrupt ones are dropped and named."""
-        if tier:
-            self._check_tier(tier)
-        return self.verifier.verify_all()
 
     def drain(self, deadline_seconds: float, free: bool) -> None:
         """Grants nothing new, tells every session, and lets the daemon stop when all is quiet.
@@ -386,31 +294,6 @@ class KVStore:
         parts.host.check_integrity()
         parts.leases.check_integrity()
         self.reservations.check_integrity()
-
-    def _check_floors(self, tenant: str, floor_bytes: int) -> None:
-        """Refuses a floor that the pool cannot keep beside everybody else's."""
-        parts, pool = self.parts, self.parts.pool_of(tenant)
-        capacity = parts.host.usage(pool).capacity_bytes
-        others = sum(
-            parts.residency.quota(other, HOST).floor_bytes or 0
-            for other in parts.known_tenants()
-            if other != tenant and parts.pool_of(other) == pool
-        )
-        if others + floor_bytes > capacity:
-            raise InvalidRequest(
-                f"floor_bytes is {floor_bytes}, and other tenants' floors take {others} of the "
-                f"pool's {capacity} bytes; lower one"
-            )
-
-    def _known(self, space: bytes) -> Space:
-        found = self.parts.spaces.get(space)
-        if found is None:
-            raise NotFound(f"space {space.hex()} is unknown; `kvstore spaces` lists them")
-        return found
-
-    def _check_tier(self, tier: str) -> None:
-        if tier not in TIER_NAMES:
-            raise InvalidRequest(f"tier is {tier!r}; pass one of {', '.join(TIER_NAMES)}")
 
     def _lost(self, owner: int) -> None:
         """Blocks of a reservation or pin are gone."""
