@@ -33,6 +33,7 @@ from kvstore.store.commit import CommitFlow
 from kvstore.store.evict import Remover
 from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
+from kvstore.store.operators import OperatorCalls
 from kvstore.store.parts import Parts
 from kvstore.store.publish import Publisher
 from kvstore.store.relocate import Relocator
@@ -48,7 +49,7 @@ SESSION_TTL_SECONDS = 10.0
 ADMIN_PLACES = 16
 
 
-class KVStore:
+class KVStore(OperatorCalls):
     """Index, leases, reservations and sessions of one daemon, over its tiers."""
 
     def __init__(self, parts: Parts, boot_id: str) -> None:
