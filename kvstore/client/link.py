@@ -114,7 +114,7 @@ class Link:
 
     def check_process(self) -> None:
         """Raises StoreUnavailable in a forked child: connection and locks are its parent's."""
-        if self.is_inherited:
+        if os.getpid() != self._pid:
             raise StoreUnavailable(
                 f"this client belongs to process {self._pid}, which forked this one; call "
                 "KVClient.connect() after the fork"

@@ -10,7 +10,7 @@ from kvstore.client.located import Located
 from kvstore.client.session import Attachment
 from kvstore.client.wire import plan_of
 from kvstore.core.errors import LeaseLost
-from kvstore.core.plan import RECOMPUTE, RestorePlan
+from kvstore.core.plan import LOAD_ALL, RECOMPUTE, RestorePlan
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 
@@ -39,6 +39,7 @@ class Match:
         self._local_tokens = local_tokens
         self._released = lease is None
         self._ranges: tuple[range, ...] | None = None
+        self._block_count: int | None = None
         self._located: Located | None = None
 
     @property
@@ -59,17 +60,22 @@ class Match:
     def ranges(self) -> tuple[range, ...]:
         """Positions of the blocks that `restore` loads, ascending; one range for a prefix."""
         if self._ranges is None:
-            steps = self._response.plan.steps
-            loads = [(s.first_token, s.token_count) for s in steps if s.source != RECOMPUTE]
-            if not steps:
+            plan = self._response.plan
+            if plan.kind == LOAD_ALL or not plan.steps:
                 loads = [(self._local_tokens, self.restore_tokens)]
+            else:
+                loads = [
+                    (s.first_token, s.token_count) for s in plan.steps if s.source != RECOMPUTE
+                ]
             self._ranges = _block_ranges(loads, self._block_size)
         return self._ranges
 
     @property
     def block_count(self) -> int:
         """Blocks that `restore` loads."""
-        return sum(map(len, self.ranges))
+        if self._block_count is None:
+            self._block_count = sum(map(len, self.ranges))
+        return self._block_count
 
     @property
     def located(self) -> Located:
@@ -130,9 +136,10 @@ def _block_ranges(loads: list[tuple[int, int]], size: int) -> tuple[range, ...]:
     """Blocks of stretches of tokens, (first, count) each, ascending; neighbours are merged."""
     merged: list[range] = []
     for first, count in loads:
+        if not count:
+            continue
         start, stop = first // size, -(-(first + count) // size)
         if merged and merged[-1].stop >= start:
             start = merged.pop().start
-        if stop > start:
-            merged.append(range(start, stop))
+        merged.append(range(start, stop))
     return tuple(merged)

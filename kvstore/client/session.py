@@ -16,7 +16,7 @@ from kvstore.client.leases import Lease, LeaseTable
 from kvstore.client.pools import MappedPool
 from kvstore.client.staging import Staging
 from kvstore.client.transport import CallTimeout, Disconnected, Pending, Transport, ignore_notice
-from kvstore.client.wire import spec_message
+from kvstore.client.wire import MESSAGE_MARGIN_BYTES, spec_message
 from kvstore.core.block import SLOT_SHIFT
 from kvstore.core.clock import Clock
 from kvstore.core.errors import (
@@ -93,6 +93,7 @@ class Session:
             raise StoreUnavailable(str(error)) from error
         self.staging = None if segment is None else Staging(segment)
         self.message_bytes: int = self.info.limits.message_bytes or DEFAULT_MESSAGE_BYTES
+        self.prompt_bytes = self.message_bytes - MESSAGE_MARGIN_BYTES
         self._spoke = self.last_heard
 
     def attach(self, space: Space, timeout: float) -> Attachment:

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.client import inline
 from kvstore.client.buffers import BlockBuffers, Blocks, Buffers
 from kvstore.client.link import Link
+from kvstore.client.located import Located
 from kvstore.client.match import Match
 from kvstore.client.put import Put, PutHandle, PutResult
 from kvstore.client.session import Attachment
@@ -80,8 +81,9 @@ class Space:
         request = pb.LookupRequest()
         request.attachment = attachment.number
         prompt = request.prompt
-        count = fill_prompt(prompt, spec, token_ids, hashes, adapter, cache_salt, extra_digests)
-        fit_prompt(prompt, spec, count, session.message_bytes)
+        fill_prompt(prompt, spec, token_ids, hashes, adapter, cache_salt, extra_digests)
+        if prompt.ByteSize() > session.prompt_bytes:
+            fit_prompt(prompt, spec, session.prompt_bytes)
         if local_tokens:
             request.local_tokens = local_tokens
         if request_id:
@@ -115,8 +117,7 @@ class Space:
             copies = np.empty((match.block_count, attachment.block_bytes), np.uint8)
             self.restore_into(match, copies)
             return [row.data.toreadonly() for row in copies]
-        self._place(match)
-        views = match.located.views()
+        views = self._place(match).views()
         match.check()
         return views
 
@@ -127,17 +128,16 @@ class Space:
         sequence of one buffer a block. Raises LeaseLost when the bytes may be others by now;
         what is in the buffers then is worthless.
         """
-        attachment = self._readable(match)
+        attachment, count = self._readable(match), match.block_count
+        first = match.ranges[0].start if count else 0
         width = attachment.block_bytes
-        first = match.ranges[0].start if match.ranges else 0
-        target = BlockBuffers(buffers, match.block_count, width, "buffers", first, writable=True)
-        if not match.block_count:
+        target = BlockBuffers(buffers, count, width, "buffers", first, writable=True)
+        if not count:
             return
         if not attachment.pools:
             inline.fetch(match, target, self._link.timeouts.put_seconds)
             return
-        self._place(match)
-        match.located.copy(target)
+        self._place(match).copy(target)
         match.check()
 
     def _readable(self, match: Match) -> Attachment:
@@ -146,9 +146,11 @@ class Space:
             match.check_lease()
         return match.attachment
 
-    def _place(self, match: Match) -> None:
-        """Has the daemon bring what is in no pool yet."""
+    def _place(self, match: Match) -> Located:
+        """Where the blocks lie, once the daemon has brought what was in no pool yet."""
         located = match.located
+        if located.complete:
+            return located
         for blocks in located.missing():
             assert match.lease is not None
             request = pb.RestoreRequest(
@@ -164,6 +166,7 @@ class Space:
                 located.add(part.first_block, part.slots)
         if left := located.missing():
             raise NotFound(f"the daemon did not say where block {left[0].start} is; recompute it")
+        return located
 
     # ---- Put ----
 
@@ -193,9 +196,11 @@ class Space:
             raise InvalidRequest(f"first_block is {first_block}; the prompt has {stop} full blocks")
         width, count = attachment.block_bytes, stop - first_block
         source = BlockBuffers(blocks, count, width, "blocks", first_block)
-        fit = fit_prompt(prompt, self.spec, stop, attachment.session.message_bytes)
-        left_out = min(count, stop - fit)
-        count -= left_out
+        left_out = 0
+        if prompt.ByteSize() > attachment.session.prompt_bytes:
+            fit = fit_prompt(prompt, self.spec, attachment.session.prompt_bytes)
+            left_out = min(count, stop - fit)
+            count -= left_out
         if not count:
             return PutResult().and_left_out(left_out)
         request.request_id = request_id or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def fill_prompt(
 def fill_hints(message: pb.ReuseHints, hints: ReuseHints) -> None:
     message.session = hints.session
     message.turn = hints.turn
-    message.expect_reuse = hints.expect_reuse
+    message.expect_reuse = cast("pb.ExpectReuse", hints.expect_reuse)
     message.expect_reuse_seconds = hints.expect_reuse_seconds
     message.priority = hints.priority
     message.no_store = hints.no_store
@@ -102,16 +103,14 @@ def cut_prompt(prompt: pb.Prompt, symbols: bytes, symbol_bytes: int, stop: int) 
         prompt.tokens = kept
 
 
-def fit_prompt(prompt: pb.Prompt, spec: KVSpec, count: int, message_bytes: int) -> int:
-    """Cuts a prompt of `count` blocks to those that a message holds; answers with their number.
+def fit_prompt(prompt: pb.Prompt, spec: KVSpec, prompt_bytes: int) -> int:
+    """Cuts a prompt longer than a message takes; answers with the number of blocks left.
 
     What is left is a prefix, so it finds and stores less, never something else.
     """
-    if prompt.ByteSize() <= message_bytes - MESSAGE_MARGIN_BYTES:
-        return count
     symbols = prompt.tokens or prompt.hashes
     width = prompt.hash_bytes or 4 * spec.block_size
-    room = message_bytes - (prompt.ByteSize() - len(symbols)) - MESSAGE_MARGIN_BYTES
+    room = prompt_bytes - (prompt.ByteSize() - len(symbols))
     if len(symbols) > room:
         cut_prompt(prompt, symbols, width, max(room, 0) // width)
     return len(prompt.tokens or prompt.hashes) // width

@@ -21,8 +21,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    # Not a method that calls it: a lookup reads the clock four times.
+    now = staticmethod(time.monotonic)
 
     def wall(self) -> float:
         return time.time()

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.core.keys import EMPTY_CHAIN, Chain
 
 RECOMPUTE = "recompute"
+LOAD_ALL = "load_all"  # kind of a plan that loads everything the engine does not have
 
 
 class BlockOutcome(IntEnum):
