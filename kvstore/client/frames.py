@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.core.lane import FLAG_FDS, HEADER, HEADER_BYTES
@@ -99,6 +99,6 @@ def _length(data: bytearray, start: int) -> int:
     return length
 
 
-def close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

@@ -333,7 +333,7 @@ class LaneTransport:
                 call.signal()
 
 
-def _map_pools(response: pb.AttachResponse, descriptors: list[int]) -> list[MappedPool]:
+def _map_pools(response: pb.AttachResponse, descriptors: Sequence[int]) -> list[MappedPool]:
     if len(descriptors) != 2 * len(response.pools):
         raise Disconnected(
             f"the daemon handed {len(descriptors)} descriptors over for {len(response.pools)} "
