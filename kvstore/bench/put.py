@@ -41,6 +41,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 def _measure_one(target: str, blocks: int, rounds: int) -> dict[str, Any]:
     subject = Subject(target, MIB)
+    subject.wait_mapped()
     source = prefaulted((blocks, MIB))
     prompts: list[np.ndarray] = []
 
@@ -61,7 +62,8 @@ def _measure_one(target: str, blocks: int, rounds: int) -> dict[str, Any]:
 def _measure_many(target: str, blocks: int, rounds: int) -> dict[str, Any]:
     with Crowd(target, blocks) as crowd:
         actions = {name: lambda name=name: crowd.round(f"copy {name}") for name in COPIES}
-        samples = alternate({**actions, "put": lambda: crowd.round("put")}, rounds, WARMUP)
+        actions["put"] = lambda: crowd.round("put")
+        samples = alternate(actions, rounds, WARMUP, on_round=lambda: crowd.ask("next"))
         wrong = sum(int(answer) for answer in crowd.ask("wrong"))
     return {"samples": samples, "wrong_bytes": wrong}
 

@@ -1,8 +1,8 @@
 """One of the clients of `kvstore bench put`: `python -m kvstore.bench.put_client TARGET N SEED`.
 
-It obeys lines on standard input, one round each: `put` and `copy` answer with the moments they
-began and ended (the clock is the machine's, so the parent can compare clients), `wrong` with the
-bytes that are wrong in what was put.
+It obeys lines on standard input: `put` and `copy` answer with the moments they began and ended
+(the clock is the machine's, so the parent can compare clients), `next` prepares another prompt,
+`wrong` answers with the bytes that are wrong in what was put.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ class PutClient:
         self._source = prefaulted((blocks, MIB))
         self._copies = copy_actions(list(self._source), *windows(blocks, WINDOWS))
         self._put: list[np.ndarray] = []
-        self._next()
+        self.next()
+        self._subject.wait_mapped()
 
-    def _next(self) -> None:
+    def next(self) -> str:
+        """Prepares a prompt: not along with the put before, which others may be in still."""
         self._tokens = self._subject.prompt(self._blocks)
         self._subject.payloads(self._tokens, self._source)
+        return "0"
 
     def put(self) -> str:
-        """Puts the prompt; preparing the next one is not timed."""
         begin = perf_seconds()
         self._subject.put(self._tokens, self._source)
         end = perf_seconds()
         self._put.append(self._tokens)
-        self._next()
         return f"{begin!r} {end!r}"
 
     def copy(self, name: str) -> str:
@@ -60,11 +61,8 @@ def main(target: str, blocks: str, seed: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         word, _, name = line.strip().partition(" ")
-        if word == "put":
-            answer = client.put()
-        else:
-            answer = client.copy(name) if word == "copy" else client.wrong()
-        print(answer, flush=True)
+        plain = {"put": client.put, "next": client.next, "wrong": client.wrong}
+        print(client.copy(name) if word == "copy" else plain[word](), flush=True)
     client.close()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import resource
 from typing import Any
 
 import numpy as np
 
 from kvstore.client import KVClient
+from kvstore.core.clock import sleep
 from kvstore.core.errors import KVStoreError
 from kvstore.core.spec import KVSpec, space_id
 from kvstore.replay.payload import PayloadMaker, prompt_keys
@@ -15,6 +17,7 @@ from kvstore.replay.payload import PayloadMaker, prompt_keys
 MIB = 1 << 20
 CALL_TIMEOUT_SECONDS = 10.0
 VOCABULARY = 128_000
+MAPPED_ROUND_SECONDS, MAPPED_ROUNDS_MAX = 0.2, 100
 
 
 def bench_spec(block_bytes: int, block_size: int = 16) -> KVSpec:
@@ -89,6 +92,15 @@ class Subject:
             self.verified_bytes += len(found) // self.block_size * self.block_bytes
             match.check()
             return wrong
+
+    def wait_mapped(self) -> None:
+        """Waits until the client's thread has brought the pool into this process's page tables."""
+        faults, now = -1, 0
+        for _ in range(MAPPED_ROUNDS_MAX):
+            faults, now = now, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            if now == faults:
+                return
+            sleep(MAPPED_ROUND_SECONDS)
 
     def settle(self) -> None:
         """Waits until the daemon has done what it was told without an answer, such as releases."""

@@ -183,12 +183,17 @@ class Put:
         sent = 0
         try:
             while sent < len(wanted) and not self._refused:
-                sent += self._send_batch(reservation_id, wanted[sent : sent + self._batch_blocks])
+                count = self._batch(len(wanted) - sent)
+                sent += self._send_batch(reservation_id, wanted[sent : sent + count])
             while self._in_flight:
                 self._collect()
         finally:
             self._settle()
         return sent == len(wanted)
+
+    def _batch(self, left: int) -> int:
+        """How many of `left` blocks go next: the last batches are halves, for two threads."""
+        return min(self._batch_blocks, max(-(-left // 2), self._batch_blocks // 2, 1))
 
     def _send_batch(self, reservation_id: int, positions: list[int]) -> int:
         """One Commit of these blocks, or of the first alone if staging is scarce."""

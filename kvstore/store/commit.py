@@ -11,7 +11,7 @@ from kvstore.store.publish import Publisher
 from kvstore.store.reservations import Reservation, ReservationTable
 from kvstore.store.sessions import Session
 
-JOB_BYTES = 4 << 20  # of one copy: two threads' hand-over costs as much as copying half a MiB
+JOB_BYTES = 8 << 20  # of one copy: a hand-over between threads costs as much as 1 MiB of it
 
 
 class _Answer:
