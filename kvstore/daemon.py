@@ -140,13 +140,13 @@ class Daemon:
             else FileRecord(directory, epochs, self._host.next_generation)
         )
         self._mover = ThreadMover(
-            self._loop.call_soon_threadsafe,
+            self._post,
             {COPY_LINK: config.server.worker_threads, CHECK_LINK: 1},
             int(config.limits.queue_bytes_per_link),
         )
         self.store = assemble(
             config, self.clock, self._host, record, self._mover,
-            EventLog(self.clock.wall, config.limits.events_kept), self._loop.call_soon,
+            EventLog(self.clock.wall, config.limits.events_kept), self._defer,
             random_token(8).hex(), self.metrics,
         )  # fmt: skip
         self.store.on_drain = self.drain
@@ -189,6 +189,13 @@ class Daemon:
         await self._grpc.set_serving(True)
         self._tick()
         self._probe_stall(self._loop.time())
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Hands a call to the owner thread, from any other."""
+        self._loop.call_soon_threadsafe(call)
+
+    def _defer(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon(call)
 
     def _handle_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -46,9 +46,8 @@ def _is_one_run(places: np.ndarray, generations: np.ndarray, step: int) -> bool:
             generations.tolist() == list(range(newest, newest + count))
         )
     ramp = _RAMP[:count]
-    return (ramp * step + first).tobytes() == places.tobytes() and (
-        ramp.view(np.uint64) + generations[0]
-    ).tobytes() == generations.tobytes()
+    expected = (ramp * step + first).tobytes(), (ramp.view(np.uint64) + generations[0]).tobytes()
+    return bool(expected == (places.tobytes(), generations.tobytes()))
 
 
 def decode_slots(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 
 from kvstore.core.keys import BLOCK_KEY_BYTES, chain_keys
 from kvstore.core.space import Space
+from kvstore.policies.actions import Drop
 from kvstore.policies.index import Anchor, Removed, Run, Span
-from kvstore.policies.residency import Drop
 from kvstore.store.parts import HOST, TIER_NAMES, Parts
 from kvstore.store.sessions import Session
 
@@ -110,7 +111,9 @@ class Remover:
 
     def _block_at(self, run: Run, place: int) -> int | None:
         for shard in range(run.root.space.shard_count):
-            column = self._parts.index.places([Span(run, 0, run.ready)], HOST, shard).tolist()
+            column: list[int] = self._parts.index.places(
+                [Span(run, 0, run.ready)], HOST, shard
+            ).tolist()
             if place in column:
                 return column.index(place)
         return None
@@ -130,7 +133,7 @@ class Remover:
             elif owner in parts.readers:
                 readers.append(owner)
             else:
-                parts.defer(lambda owner=owner: self._on_lost(owner))
+                parts.defer(partial(self._on_lost, owner))
         for session, lease_ids in lost.items():
             if session.notify is not None:
                 session.notify("lost_leases", lease_ids)

@@ -5,8 +5,9 @@ walk the index (in slices) -> check adopted bytes not yet verified -> limits -> 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import cast
 
 import msgspec
 import xxhash
@@ -15,7 +16,7 @@ from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining
 from kvstore.core.lease import Lease
 from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestorePlan, Slots
-from kvstore.policies.index import Walk
+from kvstore.policies.index import Span, Walk
 from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
 from kvstore.store.slices import SlicedWalk, settle
@@ -102,7 +103,7 @@ class LookupFlow:
         """Has `lease`, a new one or one that grows, cover `granted` blocks."""
         parts, space = self._parts, attachment.space
         matched = granted * space.block_size
-        path = walk.path
+        path: Sequence[Span] = walk.path
         if granted != walk.known_blocks:
             path = cut_path(path, granted)
         path = parts.residency.access(path)
@@ -115,7 +116,7 @@ class LookupFlow:
         restored = matched - local
         restored_blocks = granted - local // space.block_size
         parts.recorder.restored(TIER_NAMES[HOST], restored_blocks * space.block_bytes)
-        lease.result = LookupResult(
+        lease.result = result = LookupResult(
             matched_tokens=matched,
             restore_tokens=restored,
             pending_tokens=pending,
@@ -126,7 +127,7 @@ class LookupFlow:
             slots=self.slots(path, attachment.shard, local // space.block_size),
         )
         lease.shard = attachment.shard
-        return lease.result
+        return result
 
     def _live(self, attachment: Attachment, query: Query, local_tokens: int) -> Lease | None:
         """The lease that an identical lookup of this request got; one of other content ends."""
@@ -148,16 +149,17 @@ class LookupFlow:
 
     def _again(self, attachment: Attachment, lease: Lease) -> LookupResult:
         """A live lease's answer, renewed: with the slots of whichever rank's shard asks."""
-        parts, result = self._parts, lease.result
+        parts, result = self._parts, cast("LookupResult", lease.result)
         parts.leases.renew(lease)
         lease.holders.add(attachment.session)
         if lease.shard == attachment.shard:
             return result
         path = parts.index.path(lease.anchor)
+        assert result.slots is not None, "a lease's answer has slots"
         slots = self.slots(path, attachment.shard, result.slots.first_block)
         return msgspec.structs.replace(result, slots=slots)
 
-    def slots(self, path: list[Any], shard: int, first_block: int) -> Slots:
+    def slots(self, path: Sequence[Span], shard: int, first_block: int) -> Slots:
         """Where a shard of the blocks of `path` from `first_block` on lies, and generations."""
         parts = self._parts
         places = parts.index.places(path, HOST, shard)
@@ -217,14 +219,15 @@ class LookupFlow:
         return None if lease.result.pending_tokens else self._again(attachment, lease)
 
 
-def cut_path(path: list[Any], block_count: int) -> list[Any]:
+def cut_path(path: Sequence[Span], block_count: int) -> list[Span]:
     """The first `block_count` blocks of a walk's path."""
-    cut, left = [], block_count
+    cut: list[Span] = []
+    left = block_count
     for run, start, stop in path:
         take = min(left, stop - start)
         if take <= 0:
             break
-        cut.append((run, start, start + take))
+        cut.append(Span(run, start, start + take))
         left -= take
     return cut
 

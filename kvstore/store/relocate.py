@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.core.space import Space
 from kvstore.mover import COPY_LINK, Job, Moved
+from kvstore.policies.index import Span
 from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
 
@@ -52,7 +53,7 @@ class Relocator:
     def _scan_run(self, run: Any, places: set[int]) -> None:
         space = run.root.space
         for shard in range(space.shard_count):
-            column = self._parts.index.places([(run, 0, run.ready)], HOST, shard)
+            column = self._parts.index.places([Span(run, 0, run.ready)], HOST, shard)
             for i in np.flatnonzero(np.isin(column, list(places))).tolist():
                 place = int(column[i])
                 places.discard(place)

@@ -112,4 +112,4 @@ def shard_of(session: Session, lease: Lease) -> int:
         for own in session.attachments.values():
             if own.engine is lease.engine and own.space is attachment.space:
                 return own.shard
-    return attachment.shard
+    return int(attachment.shard)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from kvstore.core.completion import Completion
 from kvstore.core.plan import VerifyResult
 from kvstore.mover import CHECK_LINK, Job, Moved
-from kvstore.policies.index import Walk
+from kvstore.policies.index import Run, Span, Walk
 from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
 
@@ -42,7 +42,7 @@ class Verifier:
         for run, start, stop in walk.path:
             stop = min(stop, run.ready)
             for shard in range(run.root.space.shard_count):
-                places = self._parts.index.places([(run, start, stop)], HOST, shard).tolist()
+                places = self._parts.index.places([Span(run, start, stop)], HOST, shard).tolist()
                 bad = [i for i, place in enumerate(places) if place in self._parts.unverified]
                 stop = min(stop, start + bad[0]) if bad else stop
             position = run.first + stop
@@ -60,7 +60,7 @@ class Verifier:
         limit = max(1, LOOKUP_BYTES // space.slot_bytes)
         for run, start, stop in walk.path:
             for shard in range(space.shard_count):
-                places = self._parts.index.places([(run, start, stop)], HOST, shard).tolist()
+                places = self._parts.index.places([Span(run, start, stop)], HOST, shard).tolist()
                 found += [place for place in places if place in self._parts.unverified]
             if len(found) >= limit:
                 break
@@ -86,11 +86,10 @@ class Verifier:
         self._parts.defer(next_run)
         return answer
 
-    def _run_places(self, run: object) -> list[int]:
-        if not getattr(run, "alive", False):
+    def _run_places(self, run: Run) -> list[int]:
+        if not run.alive:
             return []
-        space = run.root.space  # type: ignore[attr-defined]
-        span = (run, 0, run.ready)  # type: ignore[attr-defined]
+        space, span = run.root.space, Span(run, 0, run.ready)
         return [
             place
             for shard in range(space.shard_count)

@@ -212,7 +212,7 @@ class InProcessStore:
         limits, directory = self.config.limits, self._directory
         epochs = EpochsFile(directory) if directory is not None else None
         self.tier = tier or self._host_tier(max(1, epochs.generation_floor if epochs else 1))
-        record = MemoryRecord()
+        record: MemoryRecord | FileRecord = MemoryRecord()
         if directory is not None and epochs is not None:
             record = FileRecord(directory, epochs, self.tier.next_generation)
         self._mover: Mover = self._simulated or InlineMover(self.defer)

@@ -143,7 +143,8 @@ class HostTier:
         if len(self._pools) == 1:
             (pool,) = self._pools.values()
             try:
-                return pool.generation_map[places & OFFSET_MASK]
+                shown: np.ndarray = pool.generation_map[places & OFFSET_MASK]
+                return shown
             except IndexError:
                 pass  # -1 is among them
         found = np.zeros(len(places), np.uint64)
