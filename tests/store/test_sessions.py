@@ -77,7 +77,7 @@ def test_limits_of_sessions_and_attachments(make_desk: Any) -> None:
     one = desk.session()
     desk.session()
     with pytest.raises(LimitReached, match=r"limits\.sessions"):
-        desk.session()
+        desk.kv.open_session(Identity(uid=7), "engine", ["default"], None)
     desk.engine(session=one, model="a")
     desk.engine(session=one, model="b")
     with pytest.raises(LimitReached, match=r"limits\.spaces"):
