@@ -63,6 +63,7 @@ class Daemon:
         self.store: KVStore | None = None
         self._reload = reload
         self._free_pool = False
+        self._with_quotas = {tenant.name for tenant in config.tenants}
         self._stop = asyncio.Event()
         self._drain_until: float | None = None
         self._last_tick = self.clock.now()
@@ -260,10 +261,14 @@ class Daemon:
         residency = self.store.parts.residency
         if config.policy.eviction != residency.policy_name:
             self.store.set_policy(config.policy.eviction)
+        for name in self._with_quotas - {tenant.name for tenant in config.tenants}:
+            residency.set_quota(name, HOST, None, None)
         for tenant in config.tenants:
             cap = None if tenant.host_cap is None else int(tenant.host_cap)
             floor = None if tenant.host_floor is None else int(tenant.host_floor)
             residency.set_quota(tenant.name, HOST, cap, floor)
+            self.store.remover.trim(self.store.parts.pool_of(tenant.name), tenant.name)
+        self._with_quotas = {tenant.name for tenant in config.tenants}
         _log.info("policy and quotas are reloaded; other changes need a restart")
 
     # ---- Leaving ----

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from kvstore.core.errors import NotFound
 from kvstore.core.keys import chain_keys, pack_tokens, token_chain
 from kvstore.core.plan import (
     BlockOutcome,
@@ -121,9 +122,11 @@ class Engine:
             for i, letter in enumerate(letters)
             if letter == "W"
         ]
-        for result in (
-            self.desk.wait(self.commit_later(answer.reservation_id, runs)) if runs else ()
-        ):
+        try:
+            later = self.commit_later(answer.reservation_id, runs) if runs else []
+        except NotFound:  # the blocks it goes on from turned out to be corrupt
+            return "".join(letters).replace("W", "-")
+        for result in self.desk.wait(later):
             letters[result.first_block - answer.first_block] = letters_of(result.outcomes)
         return "".join(letters)
 
@@ -141,9 +144,13 @@ class Engine:
     # ---- Truth ----
 
     def check(
-        self, found: LookupResult, tokens: Any, epoch: int | None = None, **query: Any
-    ) -> int:
-        """Every slot of an answer holds its own block's bytes; answers with how many there are."""
+        self, found: LookupResult, tokens: Any, epoch: int | None = None, is_lost: bool = False,
+        **query: Any,
+    ) -> int:  # fmt: skip
+        """Every slot of an answer holds its own block's bytes; answers with how many there are.
+
+        With `is_lost` the blocks are un-published, but their slots must not be reused yet.
+        """
         query.pop("request_id", None)
         if found.slots is None:
             assert not found.lease_id
@@ -153,7 +160,8 @@ class Engine:
         for i, (place, generation) in enumerate(
             zip(slots.places.tolist(), slots.generations.tolist(), strict=True)
         ):
-            assert tier.generation(place) == generation != 0, "a leased slot changed"
+            now = tier.generation(place)
+            assert now == (0 if is_lost else generation), "a leased slot changed"
             stored = np.frombuffer(tier.view(place, self.space.block_bytes), np.uint8)
             key = keys[slots.first_block + i]
             assert np.array_equal(stored, self.payload(key, epoch)), "foreign bytes"
@@ -178,7 +186,8 @@ class Desk:
             "limits": {**limits, **sections.get("limits", {})},
         }
         self.clock = ManualClock()
-        self.mover = SimulatedMover(Random(changes.pop("seed", 0))) if late else None
+        seed = changes.pop("seed", 0)
+        self.mover = SimulatedMover(Random(seed)) if late else None
         self.store = InProcessStore(
             size, clock=self.clock, mover=self.mover, sections=sections, **changes
         )

@@ -1,0 +1,78 @@
+"""The model test itself on trial: known bugs are put in, and it must find each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from store_machine import StoreMachine
+
+from kvstore.core.errors import KVStoreError
+from kvstore.policies.index import Run
+from kvstore.store import commit
+from kvstore.store.lookup import LookupFlow
+from kvstore.store.restore import RestoreFlow
+from kvstore.store.retire import RetiredSlots
+from kvstore.store.sessions import Attachment
+from kvstore.tiers.host import HostTier
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def leases_do_not_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Run, "anchored_blocks", lambda run: 0)
+
+
+def slots_do_not_rest(patch: pytest.MonkeyPatch) -> None:
+    retire = RetiredSlots.retire
+    patch.setattr(RetiredSlots, "retire", lambda table, places, readers=(): retire(table, places))
+
+
+def salts_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    digest = Attachment.root_digest
+    patch.setattr(Attachment, "root_digest", lambda own, adapter, salt: digest(own, adapter, ""))
+
+
+def epochs_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "_refused", lambda reservation, moved: "")
+
+
+def repeats_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LookupFlow, "_is_same", lambda flow, lease, query, local: True)
+
+
+def checksums_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "verify", lambda tier, place, length, checksum: True)
+
+
+def reads_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    path = RestoreFlow._path
+    patch.setattr(
+        RestoreFlow, "_path",
+        lambda flow, lease, first, count: path(flow, lease, max(first - 1, 0), count),
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "broken",
+    [
+        leases_do_not_hold, slots_do_not_rest, salts_do_not_count, epochs_do_not_count,
+        repeats_are_not_compared, checksums_do_not_count, reads_are_off_by_one,
+    ],
+)  # fmt: skip
+def test_known_bugs_are_found(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these bugs, put into the store, makes the model test fail."""
+    broken(monkeypatch)
+
+    with pytest.raises((AssertionError, KVStoreError, KeyError)):
+        run_state_machine_as_test(
+            lambda: StoreMachine("host"),
+            settings=settings(
+                max_examples=400, stateful_step_count=50, deadline=None, database=None,
+                suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+                report_multiple_bugs=False,
+            ),
+        )  # fmt: skip
