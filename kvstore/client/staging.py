@@ -27,7 +27,7 @@ class StagingRange(NamedTuple):
 class Staging:
     """The segment's free ranges, kept sorted; the lowest that fits is taken.
 
-    Taking the lowest keeps a lone writer within a few MiB, which stay in the processor's cache.
+    Taking the lowest keeps a lone writer within a few batches, whose pages are mapped already.
     """
 
     def __init__(self, segment: memoryview) -> None:
