@@ -169,6 +169,7 @@ class Daemon:
         staging = StagingBudget(
             int(limits.staging_bytes_per_session), int(limits.staging_bytes_per_session),
             int(limits.staging_bytes),
+            lambda close: self._loop.run_in_executor(None, close),
         )  # fmt: skip
         sessions = Sessions(
             self.store, Access(config.access, os.geteuid()), limits, staging, SESSION_TTL_SECONDS

@@ -46,11 +46,25 @@ class Staging:
             os.close(self.take_descriptor())
 
 
-class StagingBudget:
-    """Bytes of all staging segments together, kept under a limit."""
+def _at_once(call: Callable[[], None]) -> None:
+    call()
 
-    def __init__(self, default_bytes: int, session_bytes: int, total_bytes: int) -> None:
+
+class StagingBudget:
+    """Bytes of all staging segments together, kept under a limit.
+
+    `elsewhere` runs what takes milliseconds off the calling thread: unmapping a large segment.
+    """
+
+    def __init__(
+        self,
+        default_bytes: int,
+        session_bytes: int,
+        total_bytes: int,
+        elsewhere: Callable[[Callable[[], None]], object] = _at_once,
+    ) -> None:
         self.used_bytes = 0
+        self._elsewhere = elsewhere
         self._default_bytes = default_bytes
         self._session_bytes = session_bytes
         self._total_bytes = total_bytes
@@ -79,7 +93,7 @@ class StagingBudget:
         """What the store calls when nothing reads `staging` any more."""
 
         def release() -> None:
-            staging.close()
+            self._elsewhere(staging.close)
             self.give_back(staging.byte_count)
 
         return release
