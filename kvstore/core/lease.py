@@ -56,12 +56,14 @@ class Lease:
 
     Shared by all sessions of `engine` (the ranks of one engine); it ends by release, finish, its
     time, or the death of the engine's last session. `holders` are the sessions that looked it up:
-    a release counts when the last of them has released. `result` has the slots of `shard`.
+    a release counts when the last of them has released. `result` has the slots of `shard`. Of a
+    lost lease, `remains` is the anchor on what is left of its blocks.
     """
 
     __slots__ = (
         "anchor", "attachment", "block_count", "engine", "expires", "holders", "id",
-        "leased_bytes", "local_tokens", "request_id", "result", "shard", "symbols_digest",
+        "leased_bytes", "local_tokens", "remains", "request_id", "result", "shard",
+        "symbols_digest",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +75,7 @@ class Lease:
         self.request_id = request_id
         self.local_tokens = local_tokens
         self.anchor: Any = None
+        self.remains: Any = None
         self.block_count = 0
         self.leased_bytes = 0
         self.expires = 0.0

@@ -43,6 +43,8 @@ def assemble(
 
     def lease_ended(lease: Lease, reason: str) -> None:
         index.unanchor(lease.anchor)
+        if lease.remains is not None:
+            index.unanchor(lease.remains)
         retired.reader_ended(lease.id)
         recorder.lease_ended(reason)
 

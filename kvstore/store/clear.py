@@ -73,7 +73,7 @@ class ClearFlow:
             run = next(iter(children_of(run)))
         keep = max(0, run.count - budget)
         count = run.count - keep
-        self._remover.removed(space, self._parts.index.remove(run, keep), reason)
+        self._remover.cut(run, keep, reason)
         return count
 
     def _done(self, space: Space) -> None:

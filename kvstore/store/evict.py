@@ -97,6 +97,21 @@ class Remover:
             return b"".join(key for span in spans for key in self._parts.index.keys(span))
         return b"".join(h.key for h in headers if h is not None and h.shard == 0)
 
+    def cut(self, run: Run, keep: int, reason: str) -> None:
+        """Removes the blocks of `run` from `keep` on and all below, leased or not.
+
+        Leases on them are lost; what they cover before the cut stays held until they end, for
+        their readers have not heard yet.
+        """
+        index, leases = self._parts.index, self._parts.leases
+        last, depth = (run, keep) if keep else (run.parent, run.parent.count if run.parent else 0)
+        removed = index.remove(run, keep)
+        self.removed(run.root.space, removed, reason)
+        for anchor in removed.anchors if last is not None and depth else ():
+            lease = leases.get(anchor.owner)
+            if lease is not None:
+                lease.remains = index.anchor(last, depth, lease.id)
+
     def quarantine(self, place: int) -> None:
         """Drops a block whose bytes no longer match, and all that depends on it."""
         parts = self._parts
@@ -106,7 +121,7 @@ class Remover:
                 block = self._block_at(run, place)
                 if block is not None:
                     parts.recorder.corrupt(TIER_NAMES[HOST], 1)
-                    self.removed(run.root.space, parts.index.remove(run, block), "corrupt")
+                    self.cut(run, block, "corrupt")
                     return
 
     def _block_at(self, run: Run, place: int) -> int | None:
@@ -128,7 +143,7 @@ class Remover:
             lease = parts.leases.get(owner)
             if lease is not None:
                 readers.append(owner)
-                for session in lease.engine.sessions:
+                for session in lease.engine.sessions if anchor is lease.anchor else ():
                     lost.setdefault(session, []).append(owner)
             elif owner in parts.readers:
                 readers.append(owner)

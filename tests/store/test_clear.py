@@ -84,6 +84,33 @@ def test_slots_of_cleared_blocks_rest_until_their_leases_end(desk: Any, engine: 
     assert other.matched([2] * 32) == 8
 
 
+def test_all_slots_of_a_lost_lease_rest(desk: Any, engine: Any) -> None:
+    """I5, I6: a lease over several runs keeps all its slots from reuse, whichever run goes first,
+    whether they were cleared or lie above a block that was quarantined."""
+    engine.put(TOKENS)
+    for n in range(1, 8):
+        engine.put([*TOKENS[: 4 * n], *[99] * 8])
+    found = engine.lookup(TOKENS)
+    places = set(found.slots.places.tolist())
+    desk.kv.remover.quarantine(found.slots.places.tolist()[6])
+    desk.store.drain()
+    other = desk.engine(model="other")
+    for n in range(4):
+        other.put([n] * 1024)
+        held = other.lookup([n] * 1024)
+        assert not places & set(held.slots.places.tolist())
+        other.release(held)
+    desk.wait(desk.kv.clear(engine.space.id))
+    other.put([9] * 1024)
+    held = other.lookup([9] * 1024)
+    assert held.matched_tokens >= 4 * 240
+    assert not places & set(held.slots.places.tolist())
+    other.release(held)
+    assert len([notice for notice in desk.notices if notice[1] == "lost_leases"]) == 1
+    engine.release(found)
+    assert desk.usage().resting_bytes == 0
+
+
 def test_resting_slots_end_with_the_lease_s_time(desk: Any, engine: Any) -> None:
     """I6: a client that never lets go of a cleared lease holds its slots for the lease's time."""
     engine.put(TOKENS)

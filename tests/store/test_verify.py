@@ -103,6 +103,7 @@ def test_a_damaged_header_is_a_miss(desk: Any, engine: Any) -> None:
     with pytest.raises(KVStoreError):
         desk.wait(desk.kv.pin(engine.session, "", engine.keys(TOKENS)[3], 5.0))
     assert engine.put([*TOKENS[:16], *[99] * 16]) == "PPPPSSSS"
+    engine.release(found)
     desk.engine(model="other").put([1] * 1024)
     assert engine.matched(TOKENS) == 0
 

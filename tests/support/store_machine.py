@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import xxhash
 from desk import Desk, Engine, payload
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -281,7 +282,9 @@ class StoreMachine(RuleBasedStateMachine):
 
         def check(done: Any) -> None:
             with suppress(LeaseLost):
-                assert done.result()[0] == right
+                data, checksum = done.result()
+                # Clients compare the two: a bit that flipped meanwhile is a miss.
+                assert data == right or xxhash.xxh3_128_digest(data) != checksum
 
         later.then(check)
 
