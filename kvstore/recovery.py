@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from kvstore.core.block import place_pool
 from kvstore.core.space import Space
 from kvstore.core.spec import space_id
-from kvstore.policies.index import GraftBlock
+from kvstore.policies.index import GraftBlock, Span
 from kvstore.store.kvstore import KVStore
 from kvstore.store.parts import HOST, TIER_NAMES
 from kvstore.store.record import FileRecord, KnownSpace
@@ -31,12 +32,15 @@ def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered
     """Re-adopts the host tier's blocks into an empty store, before it serves anybody."""
     parts = store.parts
     spaces = _known_spaces(store, record)
+    pools = {key: _pool_numbers(store, space) for key, space in spaces.items()}
     found: dict[tuple[bytes, bytes], list[StoredBlock]] = defaultdict(list)
     dropped = 0
     for block in parts.host.recover():
         space = spaces.get(block.header.space)
         if space is None or not _is_current(space, block, epochs):
             dropped += 1
+        elif place_pool(block.place) not in pools[space.id] and pools[space.id]:
+            dropped += 1  # its tenant was isolated since, or is not any more
         else:
             found[block.header.space, block.header.root].append(block)
     adopted: list[int] = []
@@ -52,6 +56,7 @@ def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered
     parts.retired.adopted(adopted, rest_is_over)
     epochs.confirm_void()
     _keep_used_spaces(store, record)
+    _tell(store)
     store.verifier.adopted(adopted)
     parts.readopted_blocks = parts.index.block_count
     parts.recorder.readopted(TIER_NAMES[HOST], parts.readopted_blocks)
@@ -65,6 +70,22 @@ def _known_spaces(store: KVStore, record: FileRecord) -> dict[bytes, Space]:
         space.epoch = record.epoch_of(space.id)
         spaces[space.id] = space
     return spaces
+
+
+def _pool_numbers(store: KVStore, space: Space) -> set[int]:
+    """Pools that a space's blocks may lie in; none where the tier does not say."""
+    return {pool.pool_id for pool in store.parts.host.shared_pools(space.pool)}
+
+
+def _tell(store: KVStore) -> None:
+    """What was adopted is news: followers begin with the log of this life."""
+    parts = store.parts
+    for run in parts.index.runs():
+        span = Span(run, 0, run.ready)
+        keys, parent_key = parts.index.keys(span), parts.index.key_before(run, 0)
+        parts.events.stored(
+            run.root.space, TIER_NAMES[HOST], b"".join(keys), parent_key, run.symbols
+        )
 
 
 def _is_current(space: Space, block: StoredBlock, epochs: EpochsFile) -> bool:
@@ -95,11 +116,11 @@ def _graft(store: KVStore, space: Space, root: bytes, blocks: list[StoredBlock])
 def _keep_used_spaces(store: KVStore, record: FileRecord) -> None:
     """Spaces without a block are forgotten: an engine that comes back makes its own again."""
     parts, kept = store.parts, []
+    used = {root.space.id: root.space for root in parts.index.roots()}
     for known in record.known:
         key = space_id(known.spec, known.tenant)
-        roots = [root for root in parts.index.roots() if root.space.id == key]
-        if roots:
-            space = roots[0].space
+        space = used.get(key)
+        if space is not None:
             space.number = len(parts.spaces) + 1
             parts.spaces[key] = space
             kept.append(KnownSpace(known.spec, known.tenant))

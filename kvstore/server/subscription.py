@@ -53,10 +53,13 @@ class EventStream:
                 yield self._waiting
 
     def _resume(self, sequence: int) -> Steps[None]:
-        """Goes on with the log at `sequence`, or after what it no longer has."""
+        """Goes on with the log at `sequence`, or with all there is, if that is no longer there.
+
+        A number that the log has not reached is one of an earlier daemon.
+        """
         start = sequence
         if not self._log.oldest <= sequence <= self._log.sequence + 1:
-            start = self._log.oldest if sequence < self._log.oldest else self._log.sequence + 1
+            start = self._log.oldest
             yield self._emit(pb.Event(sequence=start, lost=pb.EventsLost(next_sequence=start)))
         self._resume_at = None
         # Nothing is missed: a start before the next number replays, the next number needs none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -88,6 +89,23 @@ def test_parents_link_up(desk: Any, engine: Any) -> None:
     assert [follower.parents[key] for key in keys[1:]] == keys[:-1]
     fork = engine.keys([*TOKENS[:12], *[7] * 8])
     assert follower.parents[fork[3]] == keys[2]
+
+
+def test_a_new_life_tells_what_it_adopted(make_desk: Any, shm_directory: Path) -> None:
+    """I10: after a restart the log, from its first event on, names every block that is there."""
+    desk = make_desk(directory=shm_directory)
+    engine = desk.engine()
+    for n in (3, 8):
+        engine.put(TOKENS[: 4 * n])
+    engine.put([*TOKENS[:12], *[7] * 8])
+    before = ready_keys(desk, engine)
+    desk.store.restart()
+    follower, engine = Follower(desk), desk.engine()
+    assert follower.of(engine) == ready_keys(desk, engine) == before
+    keys = engine.keys(TOKENS)
+    assert [follower.parents[key] for key in keys[1:]] == keys[:-1]
+    engine.put([5] * 32)
+    assert follower.of(engine) == ready_keys(desk, engine)
 
 
 def test_late_subscribers_get_what_is_kept(make_desk: Any) -> None:

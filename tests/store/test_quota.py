@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +229,24 @@ def test_isolated_tenants_do_not_evict_each_other(make_desk: Any) -> None:
         b.put([n] * 2000)
     assert a.matched([42] * 1024) == 256
     assert used(desk, "b") == 768 * BLOCK
+
+
+def test_blocks_in_a_pool_that_is_no_longer_theirs_are_dropped(
+    make_desk: Any, shm_directory: Path
+) -> None:
+    """I8: a tenant that is isolated since the last start brings nothing out of the shared pool."""
+    desk = make_desk("2MiB", directory=shm_directory, sections=TENANTS)
+    a, b = desk.engine("a"), desk.engine("b")
+    a.put(TOKENS)
+    b.put(TOKENS)
+    desk.store.tier.close(keep=True)
+    again = make_desk("3MiB", directory=shm_directory, sections=ISOLATED)
+    a, b = again.engine("a"), again.engine("b")
+    assert (a.matched(TOKENS), b.matched(TOKENS)) == (0, 8)
+    a.put(TOKENS)
+    (pool,) = again.kv.pools(a.attachment)
+    found = a.lookup(TOKENS)
+    assert set((found.slots.places >> 40).tolist()) == {pool.pool_id}
 
 
 def test_tenants_never_share_blocks(pair: tuple[Any, Any, Any]) -> None:

@@ -140,6 +140,7 @@ class Engine:
 
     def release(self, found: LookupResult) -> None:
         self.desk.kv.release(self.session, [found.lease_id])
+        self.desk.store.drain()
 
     # ---- Truth ----
 
