@@ -196,22 +196,33 @@ class KVStore(OperatorCalls):
         block_count: int,
         emit: Callable[[Slots], None],
     ) -> Completion[None]:
+        self.parts.leases.flush()
         return self._restores.restore(session, lease_id, first_block, block_count, emit)
 
     def read_block(
         self, session: Session, lease_id: int, block: int
     ) -> Completion[tuple[bytes, bytes]]:
+        self.parts.leases.flush()
         return self._restores.read_block(session, lease_id, block)
 
     def release(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """Ends leases of the session's engines; unknown ids are ignored."""
+        """Ends leases of the session's engines, soon; unknown ids are ignored.
+
+        One of a named request ends now: the next lookup may be of that very request.
+        """
+        leases = self.parts.leases
         for lease_id in lease_ids:
             lease = self._own(session, lease_id)
-            if lease is not None:
-                self.parts.leases.release(lease, session)
+            if lease is None:
+                continue
+            if lease.request_id:
+                leases.release(lease, session)
+            elif leases.release_soon(lease, session):
+                self.parts.defer(leases.flush)
 
     def renew(self, session: Session, lease_ids: Iterable[int]) -> tuple[list[int], float]:
         """Extends leases; answers with those that no longer live, and the time to live."""
+        self.parts.leases.flush()
         lost = []
         for lease_id in lease_ids:
             lease = self._own(session, lease_id)
@@ -258,6 +269,7 @@ class KVStore(OperatorCalls):
     # ---- Life ----
 
     def status(self) -> StatusView:
+        self.parts.leases.flush()
         return status_view(self)
 
     def drain(self, deadline_seconds: float, free: bool) -> None:
@@ -290,6 +302,7 @@ class KVStore(OperatorCalls):
     def check_integrity(self) -> None:
         """Recounts everything everywhere; raises AssertionError. For tests and doubts."""
         parts = self.parts
+        parts.leases.flush()
         parts.index.check_integrity()
         parts.residency.check_integrity()
         parts.host.check_integrity()

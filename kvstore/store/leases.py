@@ -32,6 +32,7 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}
         self._deadlines: Deadlines[int] = Deadlines()
         self._next_id = next_id
+        self._releasing: list[tuple[Lease, Session]] = []
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -86,6 +87,21 @@ class LeaseTable:
             lease.holders.discard(session)
         else:
             self.end(lease, "release")
+
+    def release_soon(self, lease: Lease, session: Session) -> bool:
+        """Releases at the next `flush`; True if that has to be arranged for.
+
+        A release rides in front of the next lookup, which then does not wait for it.
+        """
+        self._releasing.append((lease, session))
+        return len(self._releasing) == 1
+
+    def flush(self) -> None:
+        """Carries out what `release_soon` put off."""
+        releasing, self._releasing = self._releasing, []
+        for lease, session in releasing:
+            if lease.id in self._leases:
+                self.release(lease, session)
 
     def end_all(self, leases: Iterable[Lease], reason: str) -> int:
         ended = list(leases)

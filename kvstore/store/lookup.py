@@ -177,20 +177,35 @@ class LookupFlow:
     def _within_limits(
         self, attachment: Attachment, ready: int, live: Lease | None
     ) -> tuple[int, str]:
-        """How many of `ready` blocks may be leased, and the limit that cut them, if one did.
+        """How many of `ready` blocks may be leased, and why not all; leases just released count
+        no more.
+        """
+        fit, limit = self._fit(attachment, ready, live)
+        if limit:
+            self._parts.leases.flush()
+            fit, limit = self._fit(attachment, ready, live)
+        if not limit:
+            return fit, ""
+        self._parts.recorder.limit_rejected(limit)
+        if limit == "leases_per_session":
+            count = attachment.session.lease_count
+            return 0, (
+                f"the session holds {count} leases, the limit limits.leases_per_session; release "
+                "or finish requests"
+            )
+        return fit, f"limits.{limit} allows {fit} of {ready} matched blocks to be leased now"
 
-        What the request's live lease holds already counts as free.
+    def _fit(self, attachment: Attachment, ready: int, live: Lease | None) -> tuple[int, str]:
+        """How many of `ready` blocks fit, and the limit that cut them.
+
+        What the request's live lease holds counts as free.
         """
         if not ready:
             return 0, ""
         parts, session, space = self._parts, attachment.session, attachment.space
         limits, block = parts.limits, space.slot_bytes * space.shard_count
         if live is None and session.lease_count >= limits.leases_per_session:
-            parts.recorder.limit_rejected("leases_per_session")
-            return 0, (
-                f"the session holds {session.lease_count} leases, the limit "
-                "limits.leases_per_session; release or finish requests"
-            )
+            return 0, "leases_per_session"
         in_session, in_tenant = session.leased_bytes, parts.leases.by_tenant.get(space.tenant, 0)
         if live is not None:
             in_tenant -= live.leased_bytes
@@ -202,9 +217,7 @@ class LookupFlow:
         if fit >= ready:
             return ready, ""
         whose = "session" if session_left <= tenant_left else "tenant"
-        name, fit = f"leased_bytes_per_{whose}", max(0, fit)
-        parts.recorder.limit_rejected(name)
-        return fit, f"limits.{name} allows {fit} of {ready} matched blocks to be leased now"
+        return max(0, fit), f"leased_bytes_per_{whose}"
 
     def _repeated(
         self, attachment: Attachment, query: Query, local_tokens: int

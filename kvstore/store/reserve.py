@@ -41,6 +41,8 @@ class ReserveFlow:
         self, attachment: Attachment, query: Query, first_block: int
     ) -> ReserveResult | Completion[ReserveResult]:
         """An outcome for each block from `first_block` on, WANTED ones with a slot kept."""
+        # What was just released may have to make room for these blocks.
+        self._parts.leases.flush()
         total = query.chain.block_count
         if self._parts.draining:
             raise Draining("the daemon is draining and takes no new blocks")
