@@ -115,11 +115,18 @@ class CommitFlow:
         if moved.error is None:
             parts.recorder.copied(COPY_LINK, len(places) * length, moved.seconds)
         reason = _refused(reservation, moved)
-        if reason:
-            self._table.give_up(reservation, dict(zip(positions, places, strict=True)))
-            outcomes = bytes(len(places))
-        else:
-            outcomes = self._publish(reservation, positions, places, moved.value)
+        kept = 0 if reason else len(range(piece.first_block, reservation.anchor.block_count))
+        kept = min(kept, len(places))
+        outcomes = bytes(len(places) - kept)
+        if outcomes:
+            reason = reason or "a block before these could not be stored; put again from there"
+            gone = dict(zip(positions[kept:], places[kept:], strict=True))
+            self._table.give_up(reservation, gone)
+        if kept:
+            checksums = moved.value[:kept]
+            outcomes = (
+                self._publish(reservation, positions[:kept], places[:kept], checksums) + outcomes
+            )
         self._table.settle(reservation)
         for outcome in BlockOutcome:
             if count := outcomes.count(outcome):

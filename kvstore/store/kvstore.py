@@ -29,12 +29,13 @@ from kvstore.core.plan import (
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec, space_id
 from kvstore.core.views import StatusView
+from kvstore.policies.index import Span
 from kvstore.store.commit import CommitFlow
 from kvstore.store.evict import Remover
 from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.operators import OperatorCalls
-from kvstore.store.parts import Parts
+from kvstore.store.parts import HOST, Parts
 from kvstore.store.publish import Publisher
 from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import ReservationTable
@@ -308,6 +309,20 @@ class KVStore(OperatorCalls):
         parts.host.check_integrity()
         parts.leases.check_integrity()
         self.reservations.check_integrity()
+        self._check_slots()
+
+    def _check_slots(self) -> None:
+        """Every slot in use belongs to a block, or to a put under way."""
+        parts = self.parts
+        if parts.readers or any(s.symbol_bytes_max > s.slot_bytes for s in parts.spaces.values()):
+            return  # slots that blocks are moved to, or that are larger than their payload
+        used = self.reservations.slot_bytes() + sum(
+            run.root.space.slot_bytes * int((parts.index.places([span], HOST, shard) >= 0).sum())
+            for run in parts.index.runs()
+            for span in [Span(run, 0, run.count)]
+            for shard in range(run.root.space.shard_count)
+        )
+        assert used == parts.host.usage().used_bytes, "slots are in use that nobody knows"
 
     def _lost(self, owner: int) -> None:
         """Blocks of a reservation or pin are gone."""

@@ -135,12 +135,18 @@ class ReservationTable:
         run, start, _ = self._parts.index.path(anchor, position)[0]
         return run, start
 
+    def slot_bytes(self) -> int:
+        """Bytes of the slots that live reservations hold outside the index."""
+        return sum(
+            (len(reservation.waiting) + len(reservation.copying))
+            * reservation.attachment.space.slot_bytes
+            for reservation in self._reservations.values()
+        )
+
     def check_integrity(self) -> None:
         """Recounts reserved bytes; raises AssertionError."""
-        total = 0
+        total = self.slot_bytes()
         for reservation in self._reservations.values():
-            held = len(reservation.waiting) + len(reservation.copying)
-            total += held * reservation.attachment.space.slot_bytes
             assert reservation.session.reservations[reservation.id] is reservation
         assert total == sum(self.reserved_bytes.values()), "reserved bytes are miscounted"
 

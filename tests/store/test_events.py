@@ -6,48 +6,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from follower import Follower, ready_keys
+
 from kvstore.core.errors import TierError
-from kvstore.events import KVEvent
 from kvstore.testing import MemoryTier
 
 TOKENS = list(range(32))
 
 
-class Follower:
-    """A router's view: the READY keys of each (space, medium), from events alone."""
-
-    def __init__(self, desk: Any, tenant: str | None = None, start: int = 1) -> None:
-        self.keys: dict[tuple[bytes, str], set[bytes]] = {}
-        self.parents: dict[bytes, bytes] = {}
-        self.last = start - 1
-        desk.store.events.subscribe(tenant, start, self.hear)
-
-    def hear(self, event: KVEvent) -> None:
-        assert event.sequence > self.last
-        self.last = event.sequence
-        known = self.keys.setdefault((event.space_id, event.medium), set())
-        keys = [event.keys[i : i + 16] for i in range(0, len(event.keys), 16)]
-        assert len(set(keys)) == len(keys)
-        if event.kind == "stored":
-            assert not known & set(keys), "a block was stored twice"
-            assert len(event.symbols) == len(keys) * 4 * event.block_size
-            for parent, key in zip([event.parent_key, *keys], keys, strict=False):
-                self.parents[key] = parent
-            known.update(keys)
-        elif event.kind == "removed":
-            assert known >= set(keys), "a block was removed that was not there"
-            known.difference_update(keys)
-        else:
-            known.clear()
-
-    def of(self, engine: Any) -> set[bytes]:
-        return self.keys.get((engine.space.id, "host"), set())
-
-
 def test_events_tell_what_is_readable(make_desk: Any) -> None:
     """The set of READY keys follows from Stored, Removed and Cleared, without gaps or repeats."""
     desk = make_desk(sections={"tenants": [{"name": "b"}]})
-    everything, only_b = Follower(desk), Follower(desk, "b")
+    everything, only_b = Follower(desk.store.events), Follower(desk.store.events, "b")
     random = Random(5)
     engines = [desk.engine(), desk.engine(model="other"), desk.engine("b")]
     for n in range(120):
@@ -63,25 +33,19 @@ def test_events_tell_what_is_readable(make_desk: Any) -> None:
         else:
             engine.put([n] * 800)
         for engine in engines:
-            assert everything.of(engine) == ready_keys(desk, engine)
+            assert everything.of(engine) == of(desk, engine)
         assert only_b.of(engines[2]) == everything.of(engines[2])
         assert not only_b.of(engines[0])
 
 
-def ready_keys(desk: Any, engine: Any) -> set[bytes]:
-    """What is READY in truth, from the headers in the tier."""
-    parts = desk.kv.parts
-    return {
-        parts.host.header(place).key
-        for run in parts.index.runs()
-        if run.root.space is engine.space
-        for place in parts.index.places([(run, 0, run.ready)], 0, 0).tolist()
-    }
+def of(desk: Any, engine: Any) -> set[bytes]:
+    """READY keys of an engine's space, in truth."""
+    return ready_keys(desk.kv.parts).get(engine.space.id, set())
 
 
 def test_parents_link_up(desk: Any, engine: Any) -> None:
     """Every Stored event names the key before its first block, so that chains can be rebuilt."""
-    follower = Follower(desk)
+    follower = Follower(desk.store.events)
     for n in (2, 5, 8):
         engine.put(TOKENS[: 4 * n])
     engine.put([*TOKENS[:12], *[7] * 8])
@@ -98,14 +62,14 @@ def test_a_new_life_tells_what_it_adopted(make_desk: Any, shm_directory: Path) -
     for n in (3, 8):
         engine.put(TOKENS[: 4 * n])
     engine.put([*TOKENS[:12], *[7] * 8])
-    before = ready_keys(desk, engine)
+    before = of(desk, engine)
     desk.store.restart()
-    follower, engine = Follower(desk), desk.engine()
-    assert follower.of(engine) == ready_keys(desk, engine) == before
+    follower, engine = Follower(desk.store.events), desk.engine()
+    assert follower.of(engine) == of(desk, engine) == before
     keys = engine.keys(TOKENS)
     assert [follower.parents[key] for key in keys[1:]] == keys[:-1]
     engine.put([5] * 32)
-    assert follower.of(engine) == ready_keys(desk, engine)
+    assert follower.of(engine) == of(desk, engine)
 
 
 def test_late_subscribers_get_what_is_kept(make_desk: Any) -> None:
@@ -128,7 +92,7 @@ def test_late_subscribers_get_what_is_kept(make_desk: Any) -> None:
 
 def test_shards_are_one_event(desk: Any) -> None:
     """A block of several shards is stored once, when all are there, and removed once."""
-    follower = Follower(desk)
+    follower = Follower(desk.store.events)
     ranks = [desk.engine(shard=shard, shard_count=2) for shard in range(2)]
     ranks[0].put(TOKENS)
     assert not follower.of(ranks[0])
@@ -154,7 +118,7 @@ def test_headers_that_cannot_be_written(make_desk: Any) -> None:
     tier = UnwritableTier(1 << 20)
     desk = make_desk(tier=tier)
     engine = desk.engine()
-    follower = Follower(desk)
+    follower = Follower(desk.store.events)
     engine.put(TOKENS[:8])
     engine.put([*TOKENS[:8], 50, 51, 52, 53])
     answer = engine.reserve(TOKENS)

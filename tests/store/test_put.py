@@ -6,8 +6,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from desk import outcomes
 
-from kvstore.core.errors import Draining, InvalidRequest, NotFound
+from kvstore.core.errors import Draining, InvalidRequest, NotFound, TierError
 from kvstore.testing import Fault, FaultyTier, MemoryTier
 
 TOKENS = list(range(32))  # 8 blocks
@@ -168,6 +169,38 @@ def test_a_failed_copy_is_not_visible(make_desk: Any) -> None:
     tier.budget.rates.clear()
     assert engine.matched(TOKENS) == 3
     assert engine.put(TOKENS) == "PPPSSSSS"
+
+
+class PickyTier(MemoryTier):
+    """Fails to write the places in `bad`."""
+
+    bad: frozenset[int] = frozenset()
+
+    def write(self, place: int, source: Any) -> bytes:
+        if place in self.bad:
+            raise TierError(f"place {place} is bad")
+        return super().write(place, source)
+
+
+def test_blocks_behind_a_failed_copy(make_desk: Any) -> None:
+    """I4, I22: blocks copied behind one whose copy failed are rejected, and their slots serve."""
+    for seed in range(20):
+        tier = PickyTier(1 << 20)
+        desk = make_desk(tier=tier, late=True, seed=seed)
+        engine = desk.engine()
+        answer = engine.reserve(TOKENS)
+        keys = engine.keys(TOKENS)
+        tier.bad = frozenset({desk.kv.reservations.get(answer.reservation_id).waiting[2]})
+        runs = [engine.run(keys, n, 1) for n in range(8)]
+        results = desk.wait(engine.commit_later(answer.reservation_id, runs))
+        assert outcomes(results) == "SS------"
+        assert "is bad" in results[2].reason
+        assert all("a block before these" in result.reason for result in results[3:])
+        desk.settle()
+        assert desk.usage().used_bytes == 2 * 4096
+        assert engine.matched(TOKENS) == 2
+        tier.bad = frozenset()
+        assert engine.put(TOKENS) == "PPSSSSSS"
 
 
 def test_commit_after_its_time(engine: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from desk import Desk
 
 from kvstore.core.errors import InvalidRequest, LimitReached, NotFound
 
@@ -235,11 +236,11 @@ def test_blocks_in_a_pool_that_is_no_longer_theirs_are_dropped(
     make_desk: Any, shm_directory: Path
 ) -> None:
     """I8: a tenant that is isolated since the last start brings nothing out of the shared pool."""
-    desk = make_desk("2MiB", directory=shm_directory, sections=TENANTS)
+    desk = Desk("2MiB", directory=shm_directory, sections=TENANTS)
     a, b = desk.engine("a"), desk.engine("b")
     a.put(TOKENS)
     b.put(TOKENS)
-    desk.store.tier.close(keep=True)
+    desk.store.close()
     again = make_desk("3MiB", directory=shm_directory, sections=ISOLATED)
     a, b = again.engine("a"), again.engine("b")
     assert (a.matched(TOKENS), b.matched(TOKENS)) == (0, 8)
