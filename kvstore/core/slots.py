@@ -44,10 +44,12 @@ def encode_slots(
 def _encode_few(places: list[int], generations: list[int], step: int) -> tuple[bytes, bytes, bytes]:
     """As `encode_slots`, without arrays: they cost more than so few blocks are worth."""
     count, place, generation = len(places), places[0], generations[0]
-    ends_well = places[-1] - place == (count - 1) * step
-    if ends_well and places == list(range(place, place + count * step, step)):
-        if generations == list(range(generation, generation + count)):
-            return _PLACE(place), _GENERATION(generation), count.to_bytes(4, "little")
+    if (
+        places[-1] - place == (count - 1) * step
+        and places == list(range(place, place + count * step, step))
+        and generations == list(range(generation, generation + count))
+    ):
+        return _PLACE(place), _GENERATION(generation), count.to_bytes(4, "little")
     first_places, first_generations, starts = [place], [generation], [0]
     for i in range(1, count):
         place, generation = place + step, generation + 1
