@@ -11,10 +11,10 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long lint format typecheck proto docs bench clean
+.PHONY: help install demo test test-long simulate-faults lint format typecheck proto docs bench clean
 
 help: ## Say what there is
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: $(STAMP) ## Make .venv with everything but torch
 
@@ -36,6 +36,9 @@ test: install ## The suite
 
 test-long: install ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not gpu"
+
+simulate-faults: install ## Run one seed of the whole-store simulation: SEED=7 STEPS=300
+	PYTHONPATH=tests/support $(BIN)/python -m simulation $(or $(SEED),0) $(or $(STEPS),300)
 
 lint: install ## Style, as far as ruff sees it; tests/test_tidy.py holds the rest
 	$(BIN)/ruff check .

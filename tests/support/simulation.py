@@ -1,6 +1,6 @@
 """`Simulation`: the whole store in one thread, with faults, everything drawn from one seed.
 
-    python tests/support/simulation.py SEED     runs one seed and says what happened
+    make simulate-faults SEED=7 STEPS=300     runs one seed and says what happened
 
 Calls begin and end in any order: copies move when the seed says, turns of the owner come between,
 the tier fails, time jumps, the process dies and comes back. Each seed leaves some of that out and
@@ -460,7 +460,8 @@ class Simulation:
 
 def main() -> None:
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    simulation = Simulation(seed)
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 300
+    simulation = Simulation(seed, steps)
     print(f"seed {seed}: {simulation.kind} tier, faults {dict(simulation.rates)}")
     try:
         happened = simulation.run()
