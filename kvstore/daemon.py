@@ -46,6 +46,8 @@ STALL_PROBE_SECONDS = 0.01
 GAUGE_TICKS = 10
 DEAD_AFTER_SECONDS = 10.0
 PR_SET_DUMPABLE = 4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_MESSAGE_BYTES = 16 << 20
 SWITCH_SECONDS = 0.001
 GC_THRESHOLDS = (50_000, 20, 100)
 
@@ -309,8 +311,14 @@ class Daemon:
 def _harden() -> None:
     """No core dumps, no peeking by other processes of the user; files private from the start."""
     os.umask(0o077)
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
         _log.warning("the daemon could not be made undumpable")
+    # Memory of long messages is kept for the next one: fresh pages cost 3 us each, and a prompt of
+    # a million tokens takes two thousand. Where libc has no such setting it goes on without.
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT_MESSAGE_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, 4 * KEPT_MESSAGE_BYTES)
     sys.setswitchinterval(SWITCH_SECONDS)
 
 

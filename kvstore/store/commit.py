@@ -12,6 +12,7 @@ from kvstore.store.reservations import Reservation, ReservationTable
 from kvstore.store.sessions import Session
 
 JOB_BYTES = 8 << 20  # of one copy: a hand-over between threads costs as much as 1 MiB of it
+JOB_BLOCKS = 128  # of one turn that publishes them
 
 
 class _Answer:
@@ -185,8 +186,11 @@ def _positions(run: CommitRun) -> range:
 
 
 def _pieces(run: CommitRun) -> list[CommitRun]:
-    """`run` in parts of about JOB_BYTES, so that several workers share it."""
-    step = max(1, JOB_BYTES // run.stride)
+    """`run` in parts of about JOB_BYTES, so that several workers share it.
+
+    And of few blocks: publishing a part is one turn of the owner.
+    """
+    step = max(1, min(JOB_BYTES // run.stride, JOB_BLOCKS))
     return [
         CommitRun(
             run.first_block + i, min(step, run.block_count - i), run.source[i * run.stride :],

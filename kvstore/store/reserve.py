@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining, InvalidRequest
 from kvstore.core.plan import BlockOutcome, Query, ReserveResult
@@ -130,9 +132,10 @@ class ReserveFlow:
     def _take_slots(self, reservation: Reservation, staged: Staged) -> None:
         """Gives wanted blocks their slots, first blocks first, and gives up those without one."""
         reservation.anchor = staged.anchor
-        wanted = [i for i, a in enumerate(staged.answers) if a == StageAnswer.WANTED]
-        if not wanted:
+        if not staged.wanted:
             return
+        answers = np.frombuffer(staged.answers, np.uint8)
+        wanted: list[int] = np.flatnonzero(answers == StageAnswer.WANTED).tolist()
         places = self._slots(reservation.attachment.space, len(wanted))
         reservation.waiting = dict(zip(wanted, places, strict=False))
         self._table.give_up(reservation, dict.fromkeys(wanted[len(places) :]))

@@ -14,6 +14,7 @@ from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
 
 LOOKUP_BYTES = 64 << 20
 JOB_BYTES = 16 << 20
+JOB_BLOCKS = 128  # of one turn of the owner
 
 Stamp = tuple[int, int]  # place, generation
 
@@ -109,7 +110,7 @@ class Verifier:
             return
         batch: list[int] = []
         byte_count = 0
-        while self._backlog and byte_count < JOB_BYTES:
+        while self._backlog and byte_count < JOB_BYTES and len(batch) < JOB_BLOCKS:
             place = self._backlog.popleft()
             if place in self._parts.unverified:
                 header = self._parts.header(place)
@@ -129,6 +130,25 @@ class Verifier:
 
     def _check(
         self, places: list[int], then: Callable[[], None], result: VerifyResult | None = None
+    ) -> bool:
+        """Checks places a part a turn, then calls `then`; False if not even one could be begun."""
+        first, rest = places[:JOB_BLOCKS], places[JOB_BLOCKS:]
+        if not rest:
+            return self._check_part(first, then, result)
+        return self._check_part(first, lambda: self._check_rest(rest, then, result), result)
+
+    def _check_rest(
+        self, places: list[int], then: Callable[[], None], result: VerifyResult | None
+    ) -> None:
+        if result is not None:
+            self._check_or_retry(places, then, result)
+        elif not self._check(places, then):
+            # The queue is full: what is left stays unchecked, and its turn comes by itself.
+            self._backlog.extend(places)
+            then()
+
+    def _check_part(
+        self, places: list[int], then: Callable[[], None], result: VerifyResult | None
     ) -> bool:
         parts, host = self._parts, self._parts.host
         stamps: list[Stamp] = [(place, host.generation(place)) for place in places]
