@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from kvstore.core.lease import Deadlines
+from kvstore.policies.index import Anchor, Run
 from kvstore.store.evict import Remover
 from kvstore.store.parts import Parts
 from kvstore.store.sessions import Attachment, Session
@@ -157,7 +158,16 @@ class ReservationTable:
         run, i = block
         if i >= run.ready:
             removed = self._parts.index.unstage(run, i, reservation.attachment.shard)
+            self._move_up(removed.anchors, run, i)
             self._remover.removed(reservation.attachment.space, removed, "unfinished")
+
+    def _move_up(self, anchors: list[Anchor], run: Run, i: int) -> None:
+        """Others wrote below block `i` of `run`, which is gone; what they have above it stays."""
+        last, depth = (run, i) if i else (run.parent, run.parent.count if run.parent else 0)
+        for anchor in list(anchors) if last is not None and depth else ():
+            if anchor.owner in self._reservations:
+                anchors.remove(anchor)
+                self._parts.index.reanchor(anchor, last, depth)
 
     def _drop_ready(self, reservation: Reservation) -> None:
         """Forgets blocks that became READY, or are gone."""

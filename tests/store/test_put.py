@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from desk import outcomes
+from desk import letters_of, outcomes
 
 from kvstore.core.errors import Draining, InvalidRequest, NotFound, TierError
 from kvstore.store.parts import RESERVE_BLOCKS_MAX
@@ -124,6 +124,28 @@ def test_a_writer_may_continue_what_another_writes(desk: Any) -> None:
     assert second.commit(other.reservation_id, TOKENS, 4, 4) == "OOOO"
     assert first.commit(answer.reservation_id, TOKENS, 0, 4) == "SSSS"
     assert first.matched(TOKENS) == 8
+
+
+@pytest.mark.parametrize("ending", ["commit", "expire"])
+def test_a_writer_keeps_what_it_has_above_others_blocks(desk: Any, ending: str) -> None:
+    """I4, I22: when a writer gives up, one that wrote above its blocks keeps its own: to commit
+    them, or to give them back in time."""
+    above, below, rank = (desk.engine(shard=n, shard_count=2) for n in (0, 0, 1))
+    other = rank.reserve(TOKENS[:20])
+    lower = below.reserve(TOKENS, 5)
+    assert letters_of(lower.outcomes) == "WWW"
+    upper = above.reserve(TOKENS)
+    assert letters_of(upper.outcomes) == "WWWWWOOO"
+    desk.kv.abort(below.session, lower.reservation_id)
+    desk.store.check_integrity()
+    if ending == "commit":
+        assert above.commit(upper.reservation_id, TOKENS, 0, 5) == "OOOOO"
+        assert rank.commit(other.reservation_id, TOKENS, 0, 5) == "SSSSS"
+        assert above.matched(TOKENS) == rank.matched(TOKENS) == 5
+    desk.advance(desk.store.config.limits.staging_ttl_seconds + 1)
+    assert above.lookup(TOKENS).pending_tokens == 0
+    assert desk.kv.status().block_count == (5 if ending == "commit" else 0)
+    assert desk.usage().used_bytes == desk.usage().block_count * 4096
 
 
 def test_abort_leaves_nothing(engine: Any) -> None:
