@@ -349,13 +349,12 @@ def test_long_prompts_reserve_in_windows(make_desk: Any) -> None:
     desk = make_desk("16MiB")
     engine = desk.engine()
     tokens = list(range(4 * 2500))
-    answers, first = [], 0
+    windows, first = [], 0
     while first < 2500:
-        answers.append(engine.put(tokens, first))
-        first += len(answers[-1])
-    whole, rest = divmod(2500, RESERVE_BLOCKS_MAX)
-    assert [len(answer) for answer in answers] == [RESERVE_BLOCKS_MAX] * whole + [rest]
-    assert set("".join(answers)) == {"S"}
+        windows.append(engine.put_window(tokens, first))
+        first += len(windows[-1])
+    assert {len(window) for window in windows[:-1]} == {RESERVE_BLOCKS_MAX}
+    assert set("".join(windows)) == {"S"}
     assert engine.matched(tokens) == 2500
 
 

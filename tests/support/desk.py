@@ -113,7 +113,17 @@ class Engine:
         return outcomes(self.desk.wait(self.commit_later(reservation_id, [run])))
 
     def put(self, tokens: Any, first: int = 0, **query: Any) -> str:
-        """Reserves, commits what is wanted, and answers with what became of each block."""
+        """Reserves, commits what is wanted, and answers with what became of each block.
+
+        Goes on window by window, as clients do, until one is refused.
+        """
+        letters = self.put_window(tokens, first, **query)
+        total = len(tokens) // self.space.block_size
+        while letters and "-" not in letters and first + len(letters) < total:
+            letters += self.put_window(tokens, first + len(letters), **query)
+        return letters
+
+    def put_window(self, tokens: Any, first: int = 0, **query: Any) -> str:
         answer = self.reserve(tokens, first, **query)
         letters = list(letters_of(answer.outcomes))
         keys = self.keys(tokens, query.get("adapter", ""), query.get("salt", ""))
