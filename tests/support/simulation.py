@@ -18,13 +18,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import xxhash
 from desk import Desk, Engine, outcomes
-from follower import Follower, ready_keys
+from follower import Follower
+from simulated_world import POOLS, RATES, SECTIONS, SPACES, Prompt, SimulatedWorld
 
 from kvstore.core.completion import Completion
-from kvstore.core.errors import InvalidRequest, KVStoreError, LeaseLost, NotFound
+from kvstore.core.errors import KVStoreError, LeaseLost, NotFound
 from kvstore.testing import (
     Fault,
     FaultBudget,
@@ -34,24 +34,6 @@ from kvstore.testing import (
     ThrottledTier,
 )
 from kvstore.tiers.host import HostTier, PoolConfig
-
-POOLS = {"": 320 << 10, "b": 64 << 10}
-SECTIONS = {
-    "tenants": [{"name": "b", "isolated": True, "host_size": "1MiB"}],
-    "tiers": {"host": {"size": "4MiB"}},
-    "limits": {"max_lease_ttl_seconds": 10.0, "events_kept": 1_000_000},
-}
-SPACES: list[dict[str, Any]] = [
-    {"model": "a"},
-    {"model": "wide", "num_layers": 3},
-    {"model": "split", "shard_count": 2},
-    {"model": "a", "tenant": "b"},
-]
-RATES = {
-    Fault.LATENCY: 0.2, Fault.SHORT_WRITE: 0.05, Fault.FLIP_ON_WRITE: 0.05,
-    Fault.WRITE_ERROR: 0.1, Fault.NO_SPACE: 0.2, Fault.CRASH_BEFORE_COMMIT: 0.02,
-}  # fmt: skip
-Prompt = tuple[int, ...]
 
 
 class Put:
@@ -72,7 +54,7 @@ class Held:
         self.epoch = engine.space.epoch
 
 
-class Simulation:
+class Simulation(SimulatedWorld):
     """One run of `steps` steps; `happened` counts what it did."""
 
     def __init__(self, seed: int, steps: int = 300) -> None:
@@ -323,139 +305,6 @@ class Simulation:
 
     def turn(self) -> None:
         self.desk.store.turn()
-
-    def time(self) -> None:
-        self.pass_time(self.random.random() * 2)
-
-    def long_time(self) -> None:
-        self.pass_time(self.random.choice((5.0, 11.0, 31.0)))
-
-    def pass_time(self, seconds: float) -> None:
-        """Time passes; some sessions say nothing meanwhile."""
-        self.desk.clock.advance(seconds)
-        for session in self.sessions():
-            if self.random.random() < 0.9:
-                self.desk.kv.touch(session)
-        self.desk.kv.tick()
-        self.forget_closed()
-
-    def forget_closed(self) -> None:
-        open_ones, now = self.sessions(), self.desk.clock.now()
-        self.held = [
-            held for held in self.held if held.engine.session in open_ones and held.until > now
-        ]
-        self.puts = [put for put in self.puts if put.engine.session in open_ones]
-        for n, ranks in enumerate(self.engines):
-            if not all(engine.session in open_ones for engine in ranks):
-                self.die(n)
-
-    def die(self, n: int | None = None) -> None:
-        n = self.random.randrange(len(SPACES)) if n is None else n
-        gone = self.engines[n]
-        for engine in gone:
-            self.desk.kv.close_session(engine.session)
-        self.held = [held for held in self.held if held.engine not in gone]
-        self.puts = [put for put in self.puts if put.engine not in gone]
-        self.engines[n] = self.new_engines(n)
-
-    def clear(self) -> None:
-        self.begin_clear(lambda space: self.desk.kv.clear(space.id))
-
-    def bump(self) -> None:
-        self.begin_clear(lambda space: self.desk.kv.bump_epoch(space.id))
-
-    def begin_clear(self, call: Any) -> None:
-        n = self.random.randrange(len(SPACES))
-        space = self.engines[n][0].space
-        with suppress(InvalidRequest):
-            self.later(call(space), lambda _: None)
-            self.known = {key: shards for key, shards in self.known.items() if key[0] != n}
-            self.held = [held for held in self.held if held.engine.space is not space]
-
-    def verify(self) -> None:
-        def verified(result: Any) -> None:
-            assert not result.corrupt_blocks or self.lies()
-            self.happened["corrupt"] += result.corrupt_blocks
-            self.held = [held for held in self.held if held.engine.is_intact(held.found)]
-
-        self.later(self.desk.kv.verify(), verified)
-
-    def pin(self) -> None:
-        _, engine, _, tokens = self.draw()
-        with suppress(KVStoreError):
-            key = engine.keys(tokens)[-1]
-            self.later(self.desk.kv.pin(engine.session, "", key, 20.0), lambda _: None)
-
-    def quota(self) -> None:
-        cap = self.random.choice((0, 0, 64 << 10, 200 << 10))
-        self.desk.kv.set_quota("default", "host", cap, min(cap, self.random.choice((0, 16 << 10))))
-
-    def crash(self) -> None:
-        """The process dies; what it had committed to the tier is found again."""
-        if self.kind == "memory":
-            self.inner = self.inner.reopened()
-        else:
-            self.inner.close(keep=True)
-            self.inner = self.new_inner()
-        try:
-            self.desk.store.restart(self.wrapped(self.inner))
-        except SimulatedCrash:
-            self.crash()
-            return
-        self.attach()
-
-    # ---- What always holds ----
-
-    def check(self) -> None:
-        if self.lies():
-            # A check that runs may have found lies of the memory: those leases are lost.
-            self.held = [held for held in self.held if held.engine.is_intact(held.found)]
-        for held in self.held[-4:]:
-            self.check_bytes(held.engine, held.found, held.tokens, held.epoch)
-        if self.step % 4 == 0:
-            self.desk.store.check_integrity()
-
-    def end(self) -> None:
-        """Faults stop, everything comes to rest: all that is left is READY, right and told."""
-        self.budget.rates.clear()
-        self.desk.settle()
-        assert not self.open, "a call never got its answer"
-        self.desk.clock.advance(200.0)
-        self.desk.kv.tick()
-        self.desk.settle()
-        parts, status = self.desk.kv.parts, self.desk.kv.status()
-        held = (status.session_count, status.lease_count, status.reservation_count,
-                status.pin_count, status.leased_bytes, status.reserved_bytes)  # fmt: skip
-        assert held == (0,) * 6, held
-        assert not parts.readers, parts.readers
-        assert not parts.checksums, parts.checksums
-        assert not parts.engines, parts.engines
-        usage = self.inner.usage()
-        assert usage.resting_bytes == 0, "slots rest for ever"
-        ready = self.desk.wait(self.desk.kv.verify())
-        assert not ready.corrupt_blocks or self.lies()
-        usage = self.inner.usage()
-        assert usage.block_count == self.check_all_ready()
-        assert self.follower.keys_by_space() == ready_keys(parts)
-        self.happened["blocks in the end"] = usage.block_count
-        self.happened.update({f"fault {f}": n for f, n in self.budget.happened.items()})
-
-    def check_all_ready(self) -> int:
-        """Every READY block holds its own bytes; answers with how many slots that are."""
-        parts, engines, slots = self.desk.kv.parts, {}, 0
-        for n in range(len(SPACES)):
-            for engine in self.new_engines(n):
-                engines[engine.space.id, engine.attachment.shard] = engine
-        for run in parts.index.runs():
-            for shard in range(run.root.space.shard_count):
-                for place in parts.index.places([(run, 0, run.ready)], 0, shard).tolist():
-                    header = self.inner.header(place)
-                    engine = engines[header.space, header.shard]
-                    stored = np.frombuffer(self.inner.view(place, header.length), np.uint8)
-                    assert header.epoch == engine.space.epoch
-                    assert np.array_equal(stored, engine.payload(header.key)), "foreign bytes"
-                    slots += 1
-        return slots
 
 
 def main() -> None:
