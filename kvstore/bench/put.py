@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from kvstore.bench.copies import COPIES, copy_actions, fastest, prefaulted, windows
-from kvstore.bench.measure import alternate, document, medians, timed
+from kvstore.bench.measure import Action, alternate, document, medians, timed
 from kvstore.bench.subject import MIB, Subject
 from kvstore.core.errors import KVStoreError
 from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
@@ -61,9 +62,13 @@ def _measure_one(target: str, blocks: int, rounds: int) -> dict[str, Any]:
 
 def _measure_many(target: str, blocks: int, rounds: int) -> dict[str, Any]:
     with Crowd(target, blocks) as crowd:
-        actions = {name: lambda name=name: crowd.round(f"copy {name}") for name in COPIES}
-        actions["put"] = lambda: crowd.round("put")
-        samples = alternate(actions, rounds, WARMUP, on_round=lambda: crowd.ask("next"))
+        actions: dict[str, Action] = {name: partial(crowd.round, f"copy {name}") for name in COPIES}
+        actions["put"] = partial(crowd.round, "put")
+
+        def next_round() -> None:
+            crowd.ask("next")
+
+        samples = alternate(actions, rounds, WARMUP, on_round=next_round)
         wrong = sum(int(answer) for answer in crowd.ask("wrong"))
     return {"samples": samples, "wrong_bytes": wrong}
 

@@ -104,10 +104,10 @@ class Remover:
         their readers have not heard yet.
         """
         index, leases = self._parts.index, self._parts.leases
-        last, depth = (run, keep) if keep else (run.parent, run.parent.count if run.parent else 0)
+        last, depth = block_before(run, keep)
         removed = index.remove(run, keep)
         self.removed(run.root.space, removed, reason)
-        for anchor in removed.anchors if last is not None and depth else ():
+        for anchor in removed.anchors if depth else ():
             lease = leases.get(anchor.owner)
             if lease is not None:
                 lease.remains = index.anchor(last, depth, lease.id)
@@ -153,3 +153,10 @@ class Remover:
             if session.notify is not None:
                 session.notify("lost_leases", lease_ids)
         return readers
+
+
+def block_before(run: Run, i: int) -> tuple[Run, int]:
+    """The run and depth of the block before block `i` of `run`; depth 0 if that is the first."""
+    if i or run.parent is None:
+        return run, i
+    return run.parent, run.parent.count

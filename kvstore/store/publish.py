@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvstore.core.errors import TierError
 from kvstore.core.keys import chain_keys
 from kvstore.policies.index import Run, Span
-from kvstore.store.evict import Remover
+from kvstore.store.evict import Remover, block_before
 from kvstore.store.parts import HOST, TIER_NAMES, Parts
 from kvstore.tiers.base import BlockHeader
 
@@ -67,11 +67,10 @@ class Publisher:
 
     def _parent_key(self, span: Span) -> bytes:
         """Key of the block before a span, from its header where it has one: no hashing."""
-        index, (run, start, _) = self._parts.index, span
+        index, root = self._parts.index, span.run.root
+        run, start = block_before(span.run, span.start)
         if not start:
-            if run.parent is None or not run.parent.count:
-                return run.root.key
-            run, start = run.parent, run.parent.count
+            return root.key
         place = index.place(run, start - 1, 0, HOST)
         if place >= 0 and self._parts.host.generation(place):
             header = self._parts.header(place)

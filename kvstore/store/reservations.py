@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore.core.lease import Deadlines
 from kvstore.policies.index import Anchor, Run
-from kvstore.store.evict import Remover
+from kvstore.store.evict import Remover, block_before
 from kvstore.store.parts import Parts
 from kvstore.store.sessions import Attachment, Session
 
@@ -92,7 +93,7 @@ class ReservationTable:
             self._parts.recorder.reservation_expired()
         self.settle(reservation)
 
-    def give_up(self, reservation: Reservation, blocks: dict[int, int | None]) -> None:
+    def give_up(self, reservation: Reservation, blocks: Mapping[int, int | None]) -> None:
         """Un-stages blocks and frees the slots they come with; last blocks first."""
         self._parts.retired.retire([place for place in blocks.values() if place is not None])
         for position in sorted(blocks, reverse=True):
@@ -163,8 +164,8 @@ class ReservationTable:
 
     def _move_up(self, anchors: list[Anchor], run: Run, i: int) -> None:
         """Others wrote below block `i` of `run`, which is gone; what they have above it stays."""
-        last, depth = (run, i) if i else (run.parent, run.parent.count if run.parent else 0)
-        for anchor in list(anchors) if last is not None and depth else ():
+        last, depth = block_before(run, i)
+        for anchor in list(anchors) if depth else ():
             if anchor.owner in self._reservations:
                 anchors.remove(anchor)
                 self._parts.index.reanchor(anchor, last, depth)

@@ -62,9 +62,7 @@ class FakeSpace:
         for key, row in zip(keys[:room], blocks, strict=False):
             self.blocks[key] = row.tobytes()
         stored = min(room, len(keys))
-        return SimpleNamespace(
-            stored=stored, present=0, pending=0, rejected=len(keys) - stored
-        )
+        return SimpleNamespace(stored=stored, present=0, pending=0, rejected=len(keys) - stored)
 
 
 @pytest.fixture
