@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -255,6 +256,15 @@ def test_a_simulated_order_is_its_seed_s() -> None:
     for line in (lines := order(3)):
         if line.startswith("done"):
             assert lines.index(line) > lines.index(line.replace("done", "move"))
+
+
+def test_the_page_is_right() -> None:
+    """The code in docs/testing.md runs, and the page names everything that the kit has."""
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    exec(compile(code, "docs/testing.md", "exec"), {})
+    for name in kvstore.testing.__all__:
+        assert name in page or name == "SimulatedCrash", f"docs/testing.md does not say {name}"
 
 
 def test_everything_listed_is_there() -> None:
