@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from kvstore.policies.index import Span
 from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
+from kvstore.store.slices import RunScan
 
 
 def find_key(parts: Parts, key: bytes, found: Callable[[Any, int], None], absent: Any) -> None:
@@ -15,24 +15,23 @@ def find_key(parts: Parts, key: bytes, found: Callable[[Any, int], None], absent
 
     Searches in slices: keys are digests for names, and no lookup ever needs them.
     """
-    runs = deque(parts.index.runs())
+    scan = RunScan(parts.index)
 
     def go_on() -> None:
         left = SLICE_BLOCKS
-        while runs and left > 0:
-            run = runs.popleft()
-            left -= max(1, run.count)
-            if run.alive:
+        while not scan.is_over and left > 0:
+            run = scan.next()
+            left -= run.count if run is not None else 1
+            if run is not None:
                 places = parts.index.places([Span(run, 0, run.ready)], HOST, 0).tolist()
                 for i, place in enumerate(places):
                     header = parts.header(place) if parts.host.generation(place) else None
                     if header is not None and header.key == key:
-                        runs.clear()
                         found(run, i)
                         return
-        if runs:
-            parts.defer(go_on)
-        else:
+        if scan.is_over:
             absent()
+        else:
+            parts.defer(go_on)
 
     go_on()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
-
-import numpy as np
 
 from kvstore.core.space import Space
 from kvstore.mover import COPY_LINK, Job, Moved
 from kvstore.policies.index import Span
 from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
+from kvstore.store.slices import RunScan
 
 
 class Relocator:
@@ -34,29 +32,29 @@ class Relocator:
         if not places:
             return
         self._active.add(space.pool)
-        runs = deque(self._parts.index.runs())
-        self._parts.defer(lambda: self._scan(space.pool, runs, places))
+        scan = RunScan(self._parts.index)
+        self._parts.defer(lambda: self._scan(space.pool, scan, places))
 
-    def _scan(self, pool: str, runs: deque[Any], places: set[int]) -> None:
+    def _scan(self, pool: str, scan: RunScan, places: set[int]) -> None:
         """Finds the blocks of `places` in the index, a slice at a time, and moves each."""
         left = SLICE_BLOCKS
-        while runs and places and left > 0:
-            run = runs.popleft()
-            left -= max(1, run.count)
-            if run.alive:
+        while not scan.is_over and places and left > 0:
+            run = scan.next()
+            left -= run.count if run is not None else 1
+            if run is not None:
                 self._scan_run(run, places)
-        if runs and places:
-            self._parts.defer(lambda: self._scan(pool, runs, places))
-        else:
+        if scan.is_over or not places:
             self._active.discard(pool)
+        else:
+            self._parts.defer(lambda: self._scan(pool, scan, places))
 
     def _scan_run(self, run: Any, places: set[int]) -> None:
         space = run.root.space
         for shard in range(space.shard_count):
-            column = self._parts.index.places([Span(run, 0, run.ready)], HOST, shard)
-            for i in np.flatnonzero(np.isin(column, list(places))).tolist():
-                place = int(column[i])
+            column = self._parts.index.places([Span(run, 0, run.ready)], HOST, shard).tolist()
+            for place in places.intersection(column):
                 places.discard(place)
+                i = column.index(place)
                 if not self._is_held(run, i):
                     self._move(run, i, shard, place)
 

@@ -11,6 +11,7 @@ from kvstore.mover import CHECK_LINK, Job, Moved
 from kvstore.policies.index import Run, Span, Walk
 from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
+from kvstore.store.slices import RunScan
 
 LOOKUP_BYTES = 64 << 20
 JOB_BYTES = 16 << 20
@@ -70,15 +71,15 @@ class Verifier:
     def verify_all(self) -> Completion[VerifyResult]:
         """Checks every block of the host tier again, in the background."""
         result, answer = VerifyResult(), Completion[VerifyResult]()
-        runs = deque(self._parts.index.runs())
+        scan = RunScan(self._parts.index)
 
         def next_run() -> None:
             for _ in range(SLICE_BLOCKS):
-                if not runs:
+                if scan.is_over:
                     answer.resolve(result)
                     return
-                run = runs.popleft()
-                places = self._run_places(run)
+                run = scan.next()
+                places = self._run_places(run) if run is not None else []
                 if places:
                     self._check_or_retry(places, next_run, result)
                     return
@@ -88,8 +89,6 @@ class Verifier:
         return answer
 
     def _run_places(self, run: Run) -> list[int]:
-        if not run.alive:
-            return []
         space, span = run.root.space, Span(run, 0, run.ready)
         return [
             place

@@ -116,6 +116,9 @@ class Peer:
 
     def _close(self) -> None:
         with self._store.lock:
-            if self._session is not None and self._store.life == self._life:
+            if self._store.life != self._life:
+                if self._staging is not None:
+                    self._staging.close()  # whose store died cannot let go of it
+            elif self._session is not None:
                 self._store.sessions.close(self._session, "the client closed it")
                 self._store.drain()

@@ -41,6 +41,7 @@ from kvstore.tiers.memory import MemoryTier
 
 TICK_SECONDS = 0.05
 RESTART_SECONDS = 1.0
+STAGING_BYTES = 4 << 20
 TURNS_MAX = 10_000
 
 
@@ -84,7 +85,7 @@ class InProcessStore:
         role: str = "admin",
         tenants: Iterable[str] | None = None,
         shared_memory: bool = True,
-        staging_bytes: int = 0,
+        staging_bytes: int = STAGING_BYTES,
         client_name: str = "",
         timeouts: Timeouts | None = None,
     ) -> KVClient:

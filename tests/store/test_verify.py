@@ -87,6 +87,24 @@ def test_verify_while_everything_moves(make_desk: Any) -> None:
         assert other.matched([1] * 1024) == 256
 
 
+def test_verify_sees_what_is_split_off_meanwhile(desk: Any, engine: Any) -> None:
+    """I11: a run that a lookup splits while a verify is on its way is hashed whole."""
+    engine.put(TOKENS)
+    for n in range(100, 120):
+        engine.put([n] * 8)
+    places = places_of(engine)
+    spoil(desk, places[7])
+    later = desk.kv.verify()
+    for blocks in (2, 4, 6):
+        engine.desk.kv.lookup(engine.attachment, engine.query(TOKENS[: 4 * blocks]), 0)
+    result = desk.wait(later)
+    assert (result.verified_blocks, result.corrupt_blocks) == (48, 1)
+    for _ in range(2):
+        later = desk.kv.pin(engine.session, "", engine.keys(TOKENS)[6], 10.0)
+        engine.desk.kv.lookup(engine.attachment, engine.query(TOKENS[:4]), 0)
+        assert desk.wait(later).block_count == 7
+
+
 def test_a_damaged_header_is_a_miss(desk: Any, engine: Any) -> None:
     """I11: header memory that was damaged fails no call: the block goes, by whatever way."""
     engine.put(TOKENS)
@@ -186,6 +204,38 @@ def test_slots_of_before_rest_after_a_restart(make_desk: Any, shm_directory: Pat
         other.put([n] * 400)
     assert other.matched([19] * 400) == 100
     assert bytes(old) != before
+
+
+def test_a_crash_between_copy_and_release_leaves_one(make_desk: Any, shm_directory: Path) -> None:
+    """I10, I22: a block that was just moved when the process died is there once, its other slot
+    is free again later."""
+    desk = make_desk(directory=shm_directory)
+    engine, tier = desk.engine(), desk.store.tier
+    engine.put(TOKENS)
+    old = places_of(engine)[3]
+    (new,) = tier.reserve(4096, 64, 1)
+    tier.commit([(new, tier.header(old), tier.copy(old, new, 4096))])
+    desk.store.restart()
+    assert desk.kv.status().readopted_blocks == 8
+    assert desk.engine().matched(TOKENS) == 8
+    desk.advance(desk.store.config.limits.max_lease_ttl_seconds + 1)
+    assert desk.usage().used_bytes == 8 * 4096
+    assert desk.usage().resting_bytes == 0
+
+
+def test_shards_of_a_block_torn_by_a_crash(make_desk: Any, shm_directory: Path) -> None:
+    """I3, I10: a block whose shards did not all get their headers before a crash is not there,
+    nor is what hangs below it; what is whole is."""
+    desk = make_desk(directory=shm_directory)
+    ranks = [desk.engine(shard=shard, shard_count=2) for shard in range(2)]
+    for rank in ranks:
+        rank.put(TOKENS)
+    torn = places_of(ranks[1])[5]
+    desk.store.tier._pools[torn >> 40]._header_at((torn & ((1 << 40) - 1)) << 12)[:8] = bytes(8)
+    desk.store.restart()
+    ranks = [desk.engine(shard=shard, shard_count=2) for shard in range(2)]
+    assert [rank.matched(TOKENS) for rank in ranks] == [5, 5]
+    assert [rank.put(TOKENS) for rank in ranks] == ["PPPPPOOO", "PPPPPSSS"]
 
 
 def test_memory_that_lies_is_found(make_desk: Any, shm_directory: Path) -> None:

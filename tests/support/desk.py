@@ -32,7 +32,7 @@ SPEC = KVSpec(
     model="m", revision="r", num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32",
     block_size=4,
 )  # fmt: skip
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 64 << 10
 UNLIMITED = [
     f"{what}_bytes_per_{whom}"
     for what in ("leased", "pinned", "reserved")
