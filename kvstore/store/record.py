@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvstore.core.errors import FailedPrecondition
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec
 from kvstore.tiers.epochs import EpochsFile
@@ -59,14 +60,12 @@ class FileRecord:
     def remember(self, space: Space) -> None:
         entry = KnownSpace(space.spec, space.tenant)
         if entry not in self.known:
-            self.known = [*self.known, entry]
-            self.write()
+            self._write([*self.known, entry])
 
     def forget_all_but(self, kept: list[KnownSpace]) -> None:
         """Drops spaces that have no block left at start."""
         if len(kept) != len(self.known):
-            self.known = kept
-            self.write()
+            self._write(kept)
 
     def epoch_of(self, space_id: bytes) -> int:
         return self._epochs.epoch(space_id)
@@ -77,15 +76,22 @@ class FileRecord:
     def mark_cleared(self, spaces: list[Space]) -> None:
         self._epochs.clear([space.id for space in spaces], self._generation_now())
 
-    def write(self) -> None:
+    def _write(self, known: list[KnownSpace]) -> None:
         """Replaces the file whole: a reader sees the old list or the new one."""
         temporary = self._path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self.known))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        try:
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(known))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"{self._path} cannot be written ({error.strerror}); make its directory writable "
+                "and free some space"
+            ) from error
+        self.known = known
 
 
 def read_spaces(path: Path) -> list[KnownSpace]:

@@ -176,6 +176,25 @@ def test_epochs_outlive_the_store(make_desk: Any, shm_directory: Path) -> None:
     assert desk.wait(desk.kv.bump_epoch(engine.space.id)) == (2, 8)
 
 
+def test_a_space_that_cannot_be_written_down_is_no_space(
+    make_desk: Any, shm_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I10: a space that a restart would not know is refused, until it can be written down."""
+    desk = make_desk(directory=shm_directory)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvstore.store.record.os.fsync", full)
+    for _ in range(2):
+        with pytest.raises(FailedPrecondition, match="No space left"):
+            desk.engine()
+    monkeypatch.undo()
+    desk.engine().put(TOKENS)
+    desk.store.restart()
+    assert desk.engine().matched(TOKENS) == 8
+
+
 def test_a_clear_that_cannot_be_written_down_changes_nothing(
     make_desk: Any, shm_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
