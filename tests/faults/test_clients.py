@@ -163,6 +163,31 @@ def test_a_frozen_client_gets_lease_lost(
     assert child.line() == "LeaseLost"
 
 
+@pytest.mark.long
+def test_a_frozen_writer_is_let_go(
+    daemon: DaemonProcess, client: KVClient, children: list[Child]
+) -> None:
+    """I15: what a client that freezes in the middle of a put holds is free again within the time
+    that a session may be silent, and 1 s; what it puts when it thaws is its own loss."""
+    child = Child(daemon, "put")
+    children.append(child)
+    assert child.line() == "putting"
+    child.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert client.status().reservation_count == 1
+    space, tagged = client.attach(SPEC), Tagged()
+    assert eventually(lambda: client.status().session_count == 1, 12.0)
+    assert time.monotonic() - began <= 11.5
+    status = client.status()
+    assert (status.reservation_count, status.lease_count) == (0, 0)
+    assert space.put(TOKENS, tagged.blocks(TOKENS)).rejected == 0
+    child.process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    with space.lookup(TOKENS) as match:
+        assert match.matched_tokens == 256
+        assert tagged.wrong(TOKENS, space.restore(match)) == 0
+
+
 def test_a_frozen_daemon(daemon: DaemonProcess) -> None:
     """With the daemon frozen a call ends within its limit and later ones at once; when it thaws
     the client goes on by itself, with its leases if they live."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -32,9 +33,11 @@ class Writer:
 
     def __init__(self, address: str, seed: int) -> None:
         script = Path(writer.__file__)
+        # Where PYTHONSAFEPATH is set a script does not see its own folder.
+        environ = {**os.environ, "PYTHONPATH": str(script.parent)}
         self.process = subprocess.Popen(
             [sys.executable, str(script), address, str(seed)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
         )  # fmt: skip
         self.acked: dict[int, int] = {}
         self.complaints: list[str] = []
