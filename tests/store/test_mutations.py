@@ -1,4 +1,4 @@
-"""The model test itself on trial: known bugs are put in, and it must find each of them."""
+"""Model test and simulation on trial: known bugs are put in, one of the two must find each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from simulation import Simulation
 from store_machine import StoreMachine
 
 from kvstore.core.errors import KVStoreError
@@ -55,7 +56,20 @@ def reads_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.long
+def try_everything() -> None:
+    """A short run of the simulation, then of the model test."""
+    for seed in range(40):
+        Simulation(seed, 400).run()
+    run_state_machine_as_test(
+        lambda: StoreMachine("host"),
+        settings=settings(
+            max_examples=600, stateful_step_count=50, deadline=None, derandomize=True,
+            suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+            report_multiple_bugs=False,
+        ),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -64,15 +78,8 @@ def reads_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_known_bugs_are_found(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these bugs, put into the store, makes the model test fail."""
+    """Each of these bugs, put into the store, makes the model test or the simulation fail."""
     broken(monkeypatch)
 
     with pytest.raises((AssertionError, KVStoreError, KeyError)):
-        run_state_machine_as_test(
-            lambda: StoreMachine("host"),
-            settings=settings(
-                max_examples=400, stateful_step_count=50, deadline=None, database=None,
-                suppress_health_check=list(HealthCheck), phases=[Phase.generate],
-                report_multiple_bugs=False,
-            ),
-        )  # fmt: skip
+        try_everything()
