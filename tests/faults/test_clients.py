@@ -153,7 +153,7 @@ def test_a_frozen_client_gets_lease_lost(
     assert client.status().tiers["host"].resting_bytes > 0
     started = time.monotonic()
     assert eventually(lambda: client.status().tiers["host"].resting_bytes == 0, 5.0)
-    assert time.monotonic() - started <= 3.5
+    assert time.monotonic() - started <= 4.0
     for n in range(4):
         other = [1000 * n + i for i in range(2000)]
         space.put(other, Tagged().blocks(other))
@@ -199,12 +199,12 @@ def test_a_frozen_daemon(daemon: DaemonProcess) -> None:
         began = time.monotonic()
         with pytest.raises(StoreUnavailable):
             space.lookup(TOKENS)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.0
         began = time.monotonic()
         for _ in range(100):
             with pytest.raises(StoreUnavailable):
                 space.lookup(TOKENS)
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 1.0
         daemon.signal(signal.SIGCONT)
         assert eventually(lambda: client.available, 5.0)
         with space.lookup(TOKENS) as match:
@@ -245,7 +245,7 @@ def test_a_killed_daemon(daemon: DaemonProcess, client: KVClient) -> None:
     began = time.monotonic()
     with pytest.raises(StoreUnavailable):
         space.lookup(TOKENS)
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 0.5
     with pytest.raises(LeaseLost):
         match.check()
     assert tagged.wrong(TOKENS, views) == 0
