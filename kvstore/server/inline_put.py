@@ -124,16 +124,26 @@ class InlinePut:
 
     def _commit(self, block: int, buffer: bytearray) -> Steps[None]:
         assert self._outcomes is not None
-        if self._reservation_id not in self._session.reservations:
-            raise NotFound("the put's reservation is gone: its time ran out; put again")
         run = CommitRun(block, 1, memoryview(buffer), self._slot_bytes)
-        results = self._store.commit(self._session, self._reservation_id, [run])
+        try:
+            results = self._store.commit(self._session, self._reservation_id, [run])
+        except NotFound as error:
+            # Its time ran out, or what it goes on from is gone: the rest is not stored.
+            self._reject_wanted(str(error))
+            return
         if isinstance(results, Completion):
             results = yield results
         for result in results:
             start = result.first_block - self._first_block
             self._outcomes[start : start + len(result.outcomes)] = result.outcomes
             self._reason = result.reason or self._reason
+
+    def _reject_wanted(self, reason: str) -> None:
+        """What was granted and did not come to be stored will not be."""
+        assert self._outcomes is not None
+        wanted, rejected = bytes([BlockOutcome.WANTED]), bytes([BlockOutcome.REJECTED])
+        self._outcomes = self._outcomes.replace(wanted, rejected)
+        self._reason = self._reason or reason
 
     def _finish(self) -> Steps[pb.PutInlineResponse]:
         if self._outcomes is None:
@@ -143,11 +153,8 @@ class InlinePut:
                 f"data of block {self._block} ends at byte {self._filled} of {self._block_bytes}"
             )
         self.abort()
-        missing = self._outcomes.count(BlockOutcome.WANTED)
-        if missing:
-            wanted, rejected = bytes([BlockOutcome.WANTED]), bytes([BlockOutcome.REJECTED])
-            self._outcomes = self._outcomes.replace(wanted, rejected)
-            self._reason = self._reason or f"no bytes came for {missing} wanted blocks"
+        if missing := self._outcomes.count(BlockOutcome.WANTED):
+            self._reject_wanted(f"no bytes came for {missing} wanted blocks")
         return pb.PutInlineResponse(
             first_block=self._first_block, outcomes=bytes(self._outcomes), reason=self._reason
         )

@@ -224,6 +224,24 @@ def test_faults_show_as_misses() -> None:
         assert space.lookup(TOKENS).matched_tokens == 0
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_put_whose_space_is_cleared_meanwhile(shared_memory: bool) -> None:
+    """A put that loses what it reserved counts the rest as rejected; it is no error."""
+    with InProcessStore("4MiB") as store, store.client(shared_memory=shared_memory) as client:
+        space, data = client.attach(SPEC), blocks(8)
+
+        def block(position: int) -> np.ndarray:
+            if position == 5:
+                store.wait(store.kv.clear())
+            return data[position]
+
+        result = space.put(TOKENS, block)
+        assert result.rejected >= 3
+        assert result.reason
+        assert space.put(TOKENS, data).rejected == 0
+        assert np.array_equal(restored(space, TOKENS), data)
+
+
 def test_throttled_time_is_the_clock_s() -> None:
     """A throttled tier on a ManualClock takes as long as its bandwidth says, in no time."""
     clock = ManualClock()
