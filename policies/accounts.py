@@ -57,10 +57,6 @@ class Accounts:
         """Tenants that have bytes in a pool, in an order that a replay has too."""
         return dict.fromkeys(self._pool_tenants.get((tier, pool), ()))
 
-    def tenant_usage(self, tier: int) -> dict[str, int]:
-        """Bytes in use by tenant, for status."""
-        return {tenant: size for (t, tenant), size in self._tenants.items() if t == tier}
-
     def set_quota(
         self, tenant: str, tier: int, cap_bytes: int | None, floor_bytes: int | None
     ) -> None:

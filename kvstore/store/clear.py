@@ -12,7 +12,7 @@ from kvstore.policies.index import Run, children_of
 from kvstore.store.evict import Remover
 from kvstore.store.parts import SLICE_BLOCKS, TIER_NAMES, Parts
 
-SLICES_KEPT_SHORT = SLICE_BLOCKS // 4
+TURN_BLOCKS = SLICE_BLOCKS // 4
 
 
 class ClearFlow:
@@ -48,7 +48,7 @@ class ClearFlow:
 
         def go_on() -> None:
             nonlocal removed
-            budget = SLICES_KEPT_SHORT
+            budget = TURN_BLOCKS
             while left and budget > 0:
                 count = self._remove_some(left[-1], budget, reason)
                 removed += count

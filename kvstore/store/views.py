@@ -12,8 +12,6 @@ from kvstore.store.parts import HOST, TIER_NAMES, Parts
 if TYPE_CHECKING:
     from kvstore.store.kvstore import KVStore
 
-NO_POLICY_FLOOR = 0
-
 
 def status_view(store: KVStore) -> StatusView:
     """What `kvstore status` tells."""
