@@ -169,7 +169,7 @@ def test_pools_are_apart(world: Any, new_space: NewSpace) -> None:
     accounts = world.residency.accounts
     assert accounts.used(0, "b") == accounts.space_used(0, isolated) == 0
     assert accounts.used(0) == accounts.used(0, "") == accounts.tenant_used(0, "a")
-    assert accounts.tenant_usage(0) == {"a": 5 * shared.slot_bytes}
+    assert accounts.tenant_used(0, "a") == 5 * shared.slot_bytes
 
 
 def test_policies_change_without_losing_anything(
