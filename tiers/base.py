@@ -1,10 +1,10 @@
 """The `Tier` protocol: what the store may ask of any place that keeps blocks, and its contract.
 
 Two kinds of callers. The *owner thread* keeps the books: it alone calls everything except the
-four byte movers, and those calls never wait for bytes (where `durable` is True, `commit` waits
-for the medium and is called from a worker instead). *Worker threads* call `write`, `read`,
-`verify` and `copy`, which release the GIL and touch no books; the owner guarantees that a place
-a worker was given keeps its slot until the worker is done.
+byte movers, and those calls never wait for bytes (where `durable` is True, `commit` and `header`
+wait for the medium and are called from workers instead). *Worker threads* call `write`, `read`,
+`verify`, `copy` and their forms for many blocks, which release the GIL and touch no books; the
+owner guarantees that a place a worker was given keeps its slot until the worker is done.
 
 A slot is FREE, STAGING, PUBLISHED or RESTING; `reserve` makes STAGING of FREE, `commit`
 PUBLISHED of STAGING, `discard` RESTING of either, `free` FREE of RESTING. Nothing else moves it.
@@ -48,6 +48,23 @@ class StoredBlock(NamedTuple):
     generation: int
 
 
+ROW = np.dtype(
+    [
+        ("place", "<i8"), ("generation", "<u8"), ("epoch", "<u8"), ("length", "<u8"),
+        ("position", "<u4"), ("shard", "<u4"),
+        ("space", "V32"), ("root", "V32"), ("key", "V16"), ("parent_key", "V16"),
+        ("checksum", "V16"),
+    ]
+)  # fmt: skip
+
+
+class StoredColumns(NamedTuple):
+    """Blocks found at recovery: `rows` (dtype ROW) and the symbol of each."""
+
+    rows: np.ndarray
+    symbols: list[bytes]
+
+
 class TierUsage(NamedTuple):
     """Bytes and blocks of a tier or pool; used + free + resting = capacity, always.
 
@@ -88,6 +105,11 @@ class Tier(Protocol):
     durable: bool
     """True: what `commit` returned survives power loss, and `commit` blocks for it."""
 
+    @property
+    def problem(self) -> str:
+        """One sentence on why the tier takes no blocks at present; empty when it does."""
+        ...
+
     def reserve(
         self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
     ) -> list[int]:
@@ -111,11 +133,16 @@ class Tier(Protocol):
         """Un-publishes blocks, or gives up STAGING slots: readers see generation 0; RESTING.
 
         Bytes stay untouched until the slot is freed, so that a reader under a lease can finish.
+        A durable tier writes the removal down with its next `commit`.
         """
         ...
 
     def free(self, places: Sequence[int]) -> None:
-        """Makes RESTING slots reusable; the caller knows that no lease or copy needs them."""
+        """Makes RESTING slots reusable; the caller knows that no lease or copy needs them.
+
+        In a durable tier they come free with the `commit` that has made their removal durable;
+        `commit([])` does nothing else.
+        """
         ...
 
     def usage(self, pool: str | None = None) -> TierUsage:
@@ -152,6 +179,14 @@ class Tier(Protocol):
 
     def adopt(self, place: int) -> None:
         """Keeps a block that `recover` gave: PUBLISHED again, under its old generation."""
+        ...
+
+    def recover_columns(self) -> StoredColumns:
+        """What `recover` yields, all at once, for large tiers; instead of it."""
+        ...
+
+    def adopt_many(self, places: np.ndarray) -> None:
+        """`adopt` of many places (int64)."""
         ...
 
     def finish_recovery(self) -> list[int]:
@@ -193,8 +228,23 @@ class Tier(Protocol):
         """
         ...
 
+    def write_many(self, items: Sequence[tuple[int, Source]]) -> list[bytes]:
+        """`write` of several blocks; where slots are neighbours it may be one transfer.
+
+        The sources of a durable tier must not change meanwhile.
+        """
+        ...
+
     def read(self, place: int, target: Target, length: int) -> None:
         """Copies the first `length` bytes of a slot out. Raises TierError."""
+        ...
+
+    def read_many(self, items: Sequence[tuple[int, Target]], length: int) -> list[bytes | None]:
+        """Copies payloads of `length` bytes out; the xxh3_128 of each copy, None where it failed.
+
+        Where slots are neighbours it may be one transfer. A target may be a whole slot, longer
+        than `length`: what lies behind the payload is then zeroed or overwritten with padding.
+        """
         ...
 
     def verify(self, place: int, length: int, checksum: bytes) -> bool:
@@ -212,6 +262,10 @@ class AddressableTier(Tier, Protocol):
 
     def view(self, place: int, length: int) -> memoryview:
         """The stored payload itself, read-only; what it shows after `free` is anything."""
+        ...
+
+    def target(self, place: int) -> np.ndarray:
+        """All bytes (uint8) of a STAGING slot, for a worker to fill from another tier."""
         ...
 
     def shared_pools(self, tenant_pool: str) -> list[SharedPool]:

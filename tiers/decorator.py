@@ -12,9 +12,11 @@ from kvstore.tiers.base import (
     SharedPool,
     Source,
     StoredBlock,
+    StoredColumns,
     Target,
     TierUsage,
 )
+from kvstore.tiers.bulk import read_each, write_each
 
 
 class TierDecorator:
@@ -24,6 +26,10 @@ class TierDecorator:
         self.inner = inner
         self.name = inner.name
         self.durable = inner.durable
+
+    @property
+    def problem(self) -> str:
+        return self.inner.problem
 
     def reserve(
         self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
@@ -63,6 +69,12 @@ class TierDecorator:
     def adopt(self, place: int) -> None:
         self.inner.adopt(place)
 
+    def recover_columns(self) -> StoredColumns:
+        return self.inner.recover_columns()
+
+    def adopt_many(self, places: np.ndarray) -> None:
+        self.inner.adopt_many(places)
+
     def finish_recovery(self) -> list[int]:
         return self.inner.finish_recovery()
 
@@ -81,6 +93,12 @@ class TierDecorator:
     def write(self, place: int, source: Source) -> bytes:
         return self.inner.write(place, source)
 
+    def write_many(self, items: Sequence[tuple[int, Source]]) -> list[bytes]:
+        return write_each(self, items)
+
+    def read_many(self, items: Sequence[tuple[int, Target]], length: int) -> list[bytes | None]:
+        return read_each(self, items, length)
+
     def read(self, place: int, target: Target, length: int) -> None:
         self.inner.read(place, target, length)
 
@@ -92,6 +110,9 @@ class TierDecorator:
 
     def view(self, place: int, length: int) -> memoryview:
         return self.inner.view(place, length)
+
+    def target(self, place: int) -> np.ndarray:
+        return self.inner.target(place)
 
     def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
         return self.inner.shared_pools(tenant_pool)

@@ -19,9 +19,11 @@ from kvstore.tiers.base import (
     SharedPool,
     Source,
     StoredBlock,
+    StoredColumns,
     Target,
     TierUsage,
 )
+from kvstore.tiers.bulk import columns_of, read_each, write_each
 from kvstore.tiers.payload import copy_hashed, copy_out, digest
 from kvstore.tiers.slab import SlotState
 
@@ -87,6 +89,10 @@ class MemoryTier:
         self._pools = {pool: _Pool(i, size) for i, (pool, size) in enumerate(sizes.items())}
         self._slots: dict[int, _Slot] = {}
         self._next_generation = first_generation
+
+    @property
+    def problem(self) -> str:
+        return ""
 
     def reserve(
         self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
@@ -175,6 +181,13 @@ class MemoryTier:
         room.resting_bytes -= len(slot.data)
         room.block_count += 1
 
+    def recover_columns(self) -> StoredColumns:
+        return columns_of(self.recover())
+
+    def adopt_many(self, places: np.ndarray) -> None:
+        for place in places.tolist():
+            self.adopt(place)
+
     def finish_recovery(self) -> list[int]:
         resting = [p for p, slot in self._slots.items() if slot.state is SlotState.RESTING]
         for place in resting:
@@ -207,6 +220,12 @@ class MemoryTier:
         assert slot.state is SlotState.STAGING, f"place {place} is {slot.state.name}"
         return copy_hashed(slot.data, source)
 
+    def write_many(self, items: Sequence[tuple[int, Source]]) -> list[bytes]:
+        return write_each(self, items)
+
+    def read_many(self, items: Sequence[tuple[int, Target]], length: int) -> list[bytes | None]:
+        return read_each(self, items, length)
+
     def read(self, place: int, target: Target, length: int) -> None:
         copy_out(self._slots[place].data[:length], target)
 
@@ -218,6 +237,11 @@ class MemoryTier:
 
     def view(self, place: int, length: int) -> memoryview:
         return self._slots[place].data[:length].data.toreadonly()
+
+    def target(self, place: int) -> np.ndarray:
+        slot = self._slots[place]
+        assert slot.state is SlotState.STAGING, f"place {place} is {slot.state.name}"
+        return slot.data
 
     def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
         self._pool(tenant_pool)

@@ -16,9 +16,11 @@ from kvstore.tiers.base import (
     SharedPool,
     Source,
     StoredBlock,
+    StoredColumns,
     Target,
     TierUsage,
 )
+from kvstore.tiers.bulk import columns_of, read_each, write_each
 from kvstore.tiers.host.opening import HugePages, OpenPools, PoolConfig, PoolKind
 from kvstore.tiers.host.pool import HostPool
 from kvstore.tiers.host.prefault import Prefaulter
@@ -97,6 +99,10 @@ class HostTier:
         """Chunks that recovery gave up because their map entry was damaged."""
         return sum(pool.dropped_chunk_count for pool in self._pools.values())
 
+    @property
+    def problem(self) -> str:
+        return ""
+
     def reserve(
         self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
     ) -> list[int]:
@@ -164,6 +170,13 @@ class HostTier:
     def adopt(self, place: int) -> None:
         self._pools[place >> POOL_SHIFT].adopt(place_offset(place))
 
+    def recover_columns(self) -> StoredColumns:
+        return columns_of(self.recover())
+
+    def adopt_many(self, places: np.ndarray) -> None:
+        for place in places.tolist():
+            self.adopt(place)
+
     def finish_recovery(self) -> list[int]:
         return [
             make_place(pool.number, offset)
@@ -193,6 +206,12 @@ class HostTier:
         assert not pool.generations[offset >> SLOT_SHIFT], "a published block is never written"
         return payload.copy_hashed(pool.slot(offset), source)
 
+    def write_many(self, items: Sequence[tuple[int, Source]]) -> list[bytes]:
+        return write_each(self, items)
+
+    def read_many(self, items: Sequence[tuple[int, Target]], length: int) -> list[bytes | None]:
+        return read_each(self, items, length)
+
     def read(self, place: int, target: Target, length: int) -> None:
         payload.copy_out(self._stored(place, length), target)
 
@@ -204,6 +223,11 @@ class HostTier:
 
     def view(self, place: int, length: int) -> memoryview:
         return self._stored(place, length).data.toreadonly()
+
+    def target(self, place: int) -> np.ndarray:
+        pool, offset = self._pools[place >> POOL_SHIFT], place_offset(place)
+        assert not pool.generations[offset >> SLOT_SHIFT], "a published block is never written"
+        return pool.slot(offset)
 
     def shared_pools(self, tenant_pool: str) -> list[SharedPool]:
         return [self._pool(tenant_pool).shared()]
