@@ -38,35 +38,68 @@ class PlacedTree(Tree):
         """Place of one block's shard in `tier`, or NO_PLACE."""
         return int(self.places([Span(run, i, i + 1)], tier, shard)[0])
 
+    def places_grid(self, run: Run, start: int, stop: int) -> np.ndarray:
+        """Places (int64, NO_PLACE where there is none) of READY blocks: [block][tier][shard].
+
+        A read-only view of the cells as they are now; it does not follow later changes.
+        """
+        assert 0 <= start <= stop <= run.ready
+        shards = run.root.space.shard_count
+        grid = np.frombuffer(run.places, np.int64).reshape(-1, self.tier_count, shards)
+        return grid[start:stop]
+
     def set_place(self, run: Run, i: int, shard: int, tier: int, place: int) -> None:
         """Writes down where a READY block's shard lies in `tier`: moved, demoted or promoted."""
         assert place >= 0
         if self._swap_place(run, i, shard, tier, place) == NO_PLACE:
-            self._count_place(run, tier, 1)
+            self._count_places(run, tier, 1)
+
+    def set_places(self, run: Run, start: int, tier: int, places: np.ndarray) -> None:
+        """`set_place` of all shards of READY blocks from `start` on: int64s [block][shard]."""
+        if not len(places):
+            return
+        assert (places >= 0).all()
+        before = self._swap_places(run, start, start + len(places), tier, places)
+        added = int((before == NO_PLACE).sum())
+        if added:
+            self._count_places(run, tier, added)
 
     def clear_place(self, run: Run, i: int, shard: int, tier: int) -> int:
         """Forgets a READY block's copy in `tier`; answers where it was. Not for the last copy."""
         place = self._swap_place(run, i, shard, tier, NO_PLACE)
         if place != NO_PLACE:
             assert self._has_copy(run, i), "the last copy of a block goes by `drop` or `remove`"
-            self._count_place(run, tier, -1)
+            self._count_places(run, tier, -1)
         return place
+
+    def clear_places(self, run: Run, start: int, stop: int, tier: int) -> list[int]:
+        """`clear_place` of all shards of READY blocks [start, stop); answers where they were.
+
+        Each block must have another copy: the last one goes by `drop` or `remove`.
+        """
+        if start == stop:
+            return []
+        assert self._elsewhere(run, start, stop, tier).all(), "a block would lose its last copy"
+        before = self._swap_places(run, start, stop, tier, NO_PLACE)
+        freed: list[int] = before[before != NO_PLACE].tolist()
+        if freed:
+            self._count_places(run, tier, -len(freed))
+        return freed
 
     def drop(self, run: Run, keep: int, tier: int) -> Removed:
         """Frees the copies in `tier` of the READY blocks from `keep` on.
 
         Blocks that have no other copy go altogether, with everything below them.
         """
-        lost = next((i for i in range(keep, run.ready) if not self._elsewhere(run, i, tier)), None)
-        stop = run.ready if lost is None else lost
-        freed = []
-        for i in range(keep, stop):
-            for shard in range(run.root.space.shard_count):
-                freed.append(self.clear_place(run, i, shard, tier))
-        removed = (
-            Removed([[] for _ in self._tiers], [], []) if lost is None else self.remove(run, lost)
-        )
-        removed.places[tier].extend(place for place in freed if place != NO_PLACE)
+        if keep >= run.ready:
+            return self._removed_nothing()
+        if self.tier_count == 1:
+            return self.remove(run, keep)
+        lost = np.flatnonzero(~self._elsewhere(run, keep, run.ready, tier))
+        stop = keep + int(lost[0]) if len(lost) else run.ready
+        freed = self.clear_places(run, keep, stop, tier)
+        removed = self.remove(run, stop) if len(lost) else self._removed_nothing()
+        removed.places[tier].extend(freed)
         return removed
 
     def keep_for(self, run: Run, tier: int, blocks: int, held: int) -> int | None:
@@ -81,21 +114,15 @@ class PlacedTree(Tree):
         there = np.flatnonzero(grid[held:, tier, 0] >= 0)
         return held + int(there[max(0, len(there) - blocks)]) if len(there) else None
 
-    def _elsewhere(self, run: Run, i: int, tier: int) -> bool:
-        """Whether block `i` has a copy in another tier than `tier`."""
-        if self.tier_count == 1:
-            return False
-        cells = self._cells(run, i)
-        return any(cells[t].min() >= 0 for t in self._tiers if t != tier)
+    def _elsewhere(self, run: Run, start: int, stop: int, tier: int) -> np.ndarray:
+        """Which of the blocks have a whole copy in another tier than `tier`."""
+        whole = (self.places_grid(run, start, stop) >= 0).all(axis=2)
+        whole[:, tier] = False
+        return np.asarray(whole.any(axis=1))
 
     def _has_copy(self, run: Run, i: int) -> bool:
         stride = stride_of(run, self.tier_count)
         return run.places[i * stride : (i + 1) * stride] != ABSENT * (stride // PLACE_BYTES)
-
-    def _cells(self, run: Run, i: int) -> np.ndarray:
-        stride = stride_of(run, self.tier_count)
-        cells = np.frombuffer(run.places, np.int64, stride // PLACE_BYTES, i * stride)
-        return cells.reshape(self.tier_count, run.root.space.shard_count)
 
     def _swap_place(self, run: Run, i: int, shard: int, tier: int, place: int) -> int:
         assert 0 <= i < run.ready
@@ -107,7 +134,19 @@ class PlacedTree(Tree):
         run.places = bytes(cells)
         return old
 
-    def _count_place(self, run: Run, tier: int, delta: int) -> None:
+    def _swap_places(
+        self, run: Run, start: int, stop: int, tier: int, places: np.ndarray | int
+    ) -> np.ndarray:
+        """Puts `places` in; answers what was there, [block][shard]."""
+        assert 0 <= start <= stop <= run.ready
+        shards = run.root.space.shard_count
+        grid = np.frombuffer(run.places, np.int64).reshape(-1, self.tier_count, shards).copy()
+        before = grid[start:stop, tier].copy()
+        grid[start:stop, tier] = places
+        run.places = grid.tobytes()
+        return before
+
+    def _count_places(self, run: Run, tier: int, delta: int) -> None:
         held = self._held(run)
         run.resident += delta << COUNTER_BITS * tier
         self.listener.on_slots(run.root.space, tier, delta)

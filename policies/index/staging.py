@@ -240,7 +240,7 @@ class StagedTree(PlacedTree):
         assert staging.states[cell] != NONE
         owner = staging.owners[cell]
         staging.states[cell], staging.owners[cell] = NONE, 0
-        shards, freed = run.root.space.shard_count, Removed([[] for _ in self._tiers], [], [])
+        shards, freed = run.root.space.shard_count, self._removed_nothing()
         for tier in self._tiers:
             at = self._cell_at(cell, shards, tier)
             place = int.from_bytes(staging.places[at : at + PLACE_BYTES], "little", signed=True)

@@ -308,7 +308,7 @@ class Tree:
 
     def remove(self, run: Run, keep: int = 0) -> Removed:
         """Takes away blocks [keep, count) of `run` and everything below; kills their anchors."""
-        removed = Removed([[] for _ in self._tiers], [], [])
+        removed = self._removed_nothing()
         if not run.alive or keep >= run.count:
             return removed
         if keep:
@@ -322,16 +322,19 @@ class Tree:
         self.changes += 1
         return removed
 
+    def _removed_nothing(self) -> Removed:
+        return Removed([[] for _ in self._tiers], [], [])
+
     def remove_root(self, root: Root) -> Removed:
         """Takes away all blocks of a root."""
-        removed = Removed([[] for _ in self._tiers], [], [])
+        removed = self._removed_nothing()
         for child in list(children_of(root.head)):
             _extend(removed, self.remove(child))
         return removed
 
     def remove_space(self, space: Space) -> Removed:
         """Takes away all blocks of a space."""
-        removed = Removed([[] for _ in self._tiers], [], [])
+        removed = self._removed_nothing()
         for root in self.roots(space):
             _extend(removed, self.remove_root(root))
         return removed

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.core.keys import Chain, Segment, chain_keys, token_chain
@@ -283,6 +284,37 @@ def test_removing_a_space_leaves_the_others(world: Any, new_space: Callable[...,
     assert removed.anchors == [anchor]
     assert len(removed.places[0]) == 10
     assert [world.look(space, tokens(5, 1)) for space in spaces] == [5, 0, 5]
+    world.check()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_copies_are_made_and_given_up_in_one_go(
+    new_world: type[Any], new_space: Callable[..., Space], shards: int
+) -> None:
+    """Places of many blocks change together; a block's last copy cannot be given up that way."""
+    world, space = new_world(tiers=2), new_space(shards=shards)
+    span = world.put(space, tokens(40, 1))[0]
+    run, index, accounts = span.run, world.index, world.residency.accounts
+    before = index.places_grid(run, 0, 40)
+    copies = 1000 + np.arange(30 * shards).reshape(30, shards)
+    index.set_places(run, 5, 1, copies)
+    world.check()
+    assert (before[:, 1] == -1).all(), "a grid shows the moment at which it was asked for"
+    assert index.places_grid(run, 0, 40)[5:35, 1].tolist() == copies.tolist()
+    assert accounts.used(1) == 30 * shards * space.slot_bytes
+    index.set_places(run, 5, 1, copies + 1000)
+    assert accounts.used(1) == 30 * shards * space.slot_bytes
+    with pytest.raises(AssertionError, match="last copy"):
+        index.clear_places(run, 4, 10, 0)
+    freed = index.clear_places(run, 5, 10, 0)
+    assert freed == before[5:10, 0].ravel().tolist()
+    assert index.clear_places(run, 5, 10, 0) == []
+    world.check()
+    removed = index.drop(run, 8, 0)
+    assert removed.spans[0].stop - removed.spans[0].start == 5, "blocks 35 to 39 lay nowhere else"
+    assert run.ready == 35
+    assert run.resident_in(0) == 5 * shards
+    assert run.resident_in(1) == 30 * shards
     world.check()
 
 

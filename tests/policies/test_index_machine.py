@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -252,6 +253,39 @@ class IndexMachine(RuleBasedStateMachine):
                 place = next(self.numbers)
                 self.index.set_place(run, i, shard, 1, place)
                 self.blocks[where].places[1, shard] = place
+
+    @rule(number=numbers, blocks=st.integers(1, 4), tier=st.integers(0, TIERS - 1))
+    def copy_many(self, number: int, blocks: int, tier: int) -> None:
+        where = self.pick(number, ready=True)
+        if where is None:
+            return
+        run, i = self.locate(where)
+        stop = min(run.ready, i + blocks)
+        chain = [self.where(run, n) for n in range(i, stop)]
+        places = [[next(self.numbers) for _ in range(SHARDS)] for _ in chain]
+        self.index.set_places(run, i, tier, np.array(places, np.int64))
+        for w, row in zip(chain, places, strict=True):
+            self.blocks[w].places.update({(tier, s): place for s, place in enumerate(row)})
+        grid = self.index.places_grid(run, i, stop)
+        assert grid[:, tier].tolist() == places
+
+    @rule(number=numbers, blocks=st.integers(1, 4), tier=st.integers(0, TIERS - 1))
+    def clear_many(self, number: int, blocks: int, tier: int) -> None:
+        where = self.pick(number, ready=True)
+        if where is None:
+            return
+        run, i = self.locate(where)
+        stop = i
+        while stop < min(run.ready, i + blocks):
+            if not self.has_other(self.where(run, stop), tier):
+                break
+            stop += 1
+        victims = [self.where(run, n) for n in range(i, stop)]
+        freed = [self.blocks[w].places.pop((tier, s), -1) for w in victims for s in range(SHARDS)]
+        assert self.index.clear_places(run, i, stop, tier) == [p for p in freed if p >= 0]
+
+    def has_other(self, where: Where, tier: int) -> bool:
+        return any(t != tier for t, _ in self.blocks[where].places)
 
     @rule(number=numbers)
     def remove(self, number: int) -> None:
