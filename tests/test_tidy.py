@@ -37,7 +37,7 @@ IMPORT_MAP: dict[str, set[str]] = {
     "recovery": {*BELOW_STORE, "store", "recovery"},
     "server": {*BELOW_STORE, "store", "server", "proto"},
     "client": {"core", "proto", "client"},
-    "metrics": {"core"},
+    "metrics": {"core", "metrics"},
     "events": {"core"},
     "explain": {"core"},
     "locks": {"core"},

@@ -29,6 +29,7 @@ from kvstore.core.machine import (
     LocalMachine,
     cgroup_limit_bytes,
     existing_parent,
+    file_system_type,
     meminfo,
 )
 from kvstore.core.sizes import format_bytes
@@ -120,18 +121,6 @@ def _memory_file_system(config: Config) -> Finding:
             "set tiers.host.directory to a folder on a tmpfs such as /dev/shm",
         )  # fmt: skip
     return Finding("memory file system", OK, f"{found}; {kind or 'type unknown'}")
-
-
-def file_system_type(path: Path) -> str:
-    """Type of the file system that `path` is on, from the mount table; empty if not known."""
-    best, kind = "", ""
-    for line in _read_lines(Path("/proc/self/mounts")):
-        _, mount_point, mount_type, *_ = line.split()
-        mount_point = mount_point.replace("\\040", " ")
-        inside = path == Path(mount_point) or Path(mount_point) in path.parents
-        if inside and len(mount_point) >= len(best):
-            best, kind = mount_point, mount_type
-    return kind
 
 
 def _read_lines(path: Path) -> list[str]:

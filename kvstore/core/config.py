@@ -15,17 +15,19 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 
 from kvstore.core.config_input import apply_environment, explain, merge
-from kvstore.core.config_rules import check
+from kvstore.core.config_rules import check, index_block_bytes
 from kvstore.core.errors import ConfigError
 from kvstore.core.machine import LocalMachine, Machine
 from kvstore.core.sizes import AUTO, AutoSize, Size, parse_size
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Role = Literal["engine", "admin"]
 
 SOCKET_IN_RUN = "/run/kvstore/kvstore.sock"
 MIB, GIB = 1 << 20, 1 << 30
+DISK_BLOCK_BYTES, MAX_BLOCKS_DEFAULT = 256 << 10, 1_000_000
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,13 +61,20 @@ class AccessRule(Section, frozen=True):
 
 
 class TenantSection(Section, frozen=True):
-    """`host_size` is the pool of an isolated tenant; cap and floor are for the shared pool."""
+    """`host_size` is the pool of an isolated tenant; its host cap and floor are for the shared."""
 
     name: str = ""
     isolated: bool = False
     host_size: Size | None = None
     host_cap: Size | None = None
     host_floor: Size | None = None
+    disk_cap: Size | None = None
+    disk_floor: Size | None = None
+
+    def quota(self, tier: str) -> tuple[int | None, int | None]:
+        """Cap and floor in a tier by its name; None where there is none."""
+        cap, floor = getattr(self, f"{tier}_cap"), getattr(self, f"{tier}_floor")
+        return None if cap is None else int(cap), None if floor is None else int(floor)
 
 
 class HostSection(Section, frozen=True):
@@ -78,8 +87,22 @@ class HostSection(Section, frozen=True):
     mlock: bool = True
 
 
+class DiskSection(Section, frozen=True):
+    """Without a path there is no disk tier; with one, a size is required."""
+
+    path: str = ""
+    size: Size | None = None
+    reserve: Size = Size(GIB)
+    endurance_dwpd: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
+    demote_watermark: Share = 0.75
+    read_timeout_seconds: Seconds = 5.0
+    read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    direct: bool = True
+
+
 class TiersSection(Section, frozen=True):
     host: HostSection = HostSection()
+    disk: DiskSection = DiskSection()
 
 
 class PolicySection(Section, frozen=True):
@@ -135,6 +158,12 @@ class Config(Section, frozen=True):
         """
         isolated = {t.name: int(t.host_size or 0) for t in self.tenants if t.isolated}
         return {"": int(self.tiers.host.size) - sum(isolated.values()), **isolated}
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk tier; 0 without one."""
+        disk = self.tiers.disk
+        return int(disk.size or 0) if disk.path else 0
 
     @property
     def lane_socket(self) -> str:
@@ -237,13 +266,17 @@ def fill_in(config: Config, environ: Mapping[str, str], machine: Machine) -> Con
     socket = config.server.socket or default_socket(environ)
     socket = str(Path(socket).absolute())
     host = _fill_in_host(config.tiers.host, socket, machine)
+    disk = config.tiers.disk
+    if disk.path:
+        disk = msgspec.structs.replace(disk, path=str(Path(disk.path).absolute()))
+    tiers = TiersSection(host=host, disk=disk)
     return msgspec.structs.replace(
         config,
         server=msgspec.structs.replace(config.server, socket=socket),
         access=config.access or _own_access(machine.uid()),
-        tiers=TiersSection(host=host),
+        tiers=tiers,
         limits=_fill_in_limits(config.limits, host.size, machine),
-        index=_fill_in_index(config.index, host.size),
+        index=_fill_in_index(config.index, tiers, machine),
     )
 
 
@@ -299,6 +332,14 @@ def _default_staging(limits: LimitsSection, host_size: int, machine: Machine) ->
     return AutoSize(max(min(wanted, machine.available_bytes() // 4), session) >> 12 << 12)
 
 
-def _fill_in_index(index: IndexSection, host_size: int) -> IndexSection:
-    """As many blocks as the pool has smallest slots, up to a million (576 MB of index)."""
-    return IndexSection(max_blocks=index.max_blocks or min(max(host_size >> 12, 1024), 1_000_000))
+def _fill_in_index(index: IndexSection, tiers: TiersSection, machine: Machine) -> IndexSection:
+    """As many blocks as the pool has smallest slots, and as the disk has slots of 256 KiB.
+
+    At most a million (576 MB of index); those of the disk at most in an eighth of the memory.
+    """
+    in_host = max(int(tiers.host.size) >> 12, 1024)
+    disk_bytes = int(tiers.disk.size or 0) if tiers.disk.path else 0
+    memory = machine.available_bytes() // 8
+    on_disk = min(disk_bytes // DISK_BLOCK_BYTES, memory // index_block_bytes(with_disk=True))
+    wanted = min(in_host + on_disk, MAX_BLOCKS_DEFAULT)
+    return IndexSection(max_blocks=index.max_blocks or wanted)

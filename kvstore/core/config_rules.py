@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.core.config_disk import check_disk, check_disk_quotas
 from kvstore.core.errors import ConfigError
 from kvstore.core.sizes import format_bytes
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # sockaddr_un.sun_path is 108 bytes; the side socket adds ".lane".
 SOCKET_PATH_MAX = 107 - len(".lane")
 INDEX_BLOCK_BYTES, TYPICAL_SYMBOL_BYTES = 512, 64
+# What a second tier adds: a place, and the slot's generation and checksum beside it.
+DISK_SLOT_BYTES = 64
 MESSAGE_BYTES_MIN, MESSAGE_BYTES_MAX = 64 << 10, 256 << 20
 POOL_BYTES_MIN = 1 << 20
 
@@ -27,6 +30,8 @@ def check(config: Config, machine: Machine) -> None:
     _check_access(config)
     _check_tenants(config)
     _check_limits(config)
+    check_disk(config, machine)
+    check_disk_quotas(config)
     _check_memory(config, machine)
 
 
@@ -154,6 +159,11 @@ def _check_limits(config: Config) -> None:
         )
 
 
+def index_block_bytes(with_disk: bool) -> int:
+    """Memory that an indexed block takes, with a symbol of ordinary length."""
+    return INDEX_BLOCK_BYTES + TYPICAL_SYMBOL_BYTES + (DISK_SLOT_BYTES if with_disk else 0)
+
+
 def _check_memory(config: Config, machine: Machine) -> None:
     """Pools, then the index, against what the machine has; pages of a pool to re-adopt count."""
     host = config.tiers.host
@@ -176,7 +186,7 @@ def _check_memory(config: Config, machine: Machine) -> None:
                 f"tiers.host.size is {host.size}, but the file system of {host.directory} has "
                 f"{format_bytes(free)} free; lower it or mount a larger memory file system there"
             )
-    index = config.index.max_blocks * (INDEX_BLOCK_BYTES + TYPICAL_SYMBOL_BYTES)
+    index = config.index.max_blocks * index_block_bytes(bool(config.tiers.disk.path))
     staging = config.limits.staging_bytes
     if host.size + staging + index > available:
         raise ConfigError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 POOL_GLOB = "pool-*.data"
 NO_LIMIT = 1 << 62
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class Machine(Protocol):
@@ -25,6 +27,14 @@ class Machine(Protocol):
         """Bytes of the pools that an earlier daemon left in `directory`; 0 without any."""
         ...
 
+    def directory_bytes(self, directory: str) -> int:
+        """Bytes on the medium of the files below `directory`; 0 if it is not there."""
+        ...
+
+    def file_system_kind(self, directory: str) -> str:
+        """Type of the file system that `directory` is on or would be made on; empty: unknown."""
+        ...
+
     def uid(self) -> int: ...
 
 
@@ -35,6 +45,8 @@ class FixedMachine(NamedTuple):
     free: int = 32 << 30
     pools: int = 0
     user: int = 0
+    on_disk: int = 0
+    kind: str = "ext4"
 
     def available_bytes(self) -> int:
         return self.memory
@@ -44,6 +56,12 @@ class FixedMachine(NamedTuple):
 
     def pool_bytes(self, directory: str) -> int:
         return self.pools
+
+    def directory_bytes(self, directory: str) -> int:
+        return self.on_disk
+
+    def file_system_kind(self, directory: str) -> str:
+        return self.kind
 
     def uid(self) -> int:
         return self.user
@@ -65,8 +83,33 @@ class LocalMachine:
         except OSError:
             return 0
 
+    def directory_bytes(self, directory: str) -> int:
+        return sum(
+            os.stat(os.path.join(here, name), follow_symlinks=False).st_blocks * 512
+            for here, _, names in os.walk(directory)
+            for name in names
+        )
+
+    def file_system_kind(self, directory: str) -> str:
+        return file_system_type(existing_parent(directory))
+
     def uid(self) -> int:
         return os.getuid()
+
+
+def file_system_type(path: Path) -> str:
+    """Type of the file system that `path` is on, from the mount table; empty if not known."""
+    path, best, kind = path.resolve(), "", ""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, mount_point, mount_type, *_ = line.split(" ")
+        mount_point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), mount_point)
+        if path.is_relative_to(mount_point) and len(mount_point) >= len(best):
+            best, kind = mount_point, mount_type
+    return kind
 
 
 def existing_parent(path: str) -> Path:

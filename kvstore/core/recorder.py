@@ -5,6 +5,13 @@ One thread, the owner's, calls it; each call is cheap enough for every request.
 
 from __future__ import annotations
 
+DEMOTION_SKIPS = ("endurance", "queue", "quota", "room", "degraded", "failed")
+"""Why a block was not written to disk: the writes of the day are used up, the link's queue is
+full, its tenant's cap, no slot to be had, the tier has a problem, the write failed."""
+RESTORE_FAILURES = ("corrupt", "failed", "timeout", "queue", "room", "lost")
+"""Why a block on disk did not come to host memory: wrong bytes, a failed or late read, the link's
+queue is full, no room in the host tier, its lease ended meanwhile."""
+
 
 class Recorder:
     """Does nothing with what it is told: the default of every part that takes a recorder."""
@@ -43,6 +50,18 @@ class Recorder:
     def evicted(self, tier: str, reason: str, blocks: int, byte_count: int) -> None:
         """Blocks left `tier` to make room (`capacity`, `quota`) or by order (`clear`, ...)."""
 
+    def demoted(self, blocks: int, byte_count: int) -> None:
+        """Blocks of the host tier were written to disk, durably."""
+
+    def demotion_skipped(self, reason: str, blocks: int) -> None:
+        """Blocks that were due for the disk were not written; see DEMOTION_SKIPS for reasons."""
+
+    def promoted(self, blocks: int, byte_count: int) -> None:
+        """Blocks were read from disk, found good, and are READY in the host tier."""
+
+    def restore_failed(self, reason: str, blocks: int) -> None:
+        """Blocks of a Restore could not be had; see RESTORE_FAILURES for reasons."""
+
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         """Blocks did not match their checksum and became misses."""
 
@@ -79,6 +98,9 @@ class Recorder:
         self, tier: str, capacity: int, used: int, free: int, resting: int, block_count: int
     ) -> None:
         """A tier's bytes now: used + free + resting == capacity; and its READY blocks."""
+
+    def set_tier_degraded(self, tier: str, degraded: bool) -> None:
+        """Whether a tier has a problem now, and takes no blocks."""
 
     def set_queue(self, link: str, byte_count: int) -> None:
         """Bytes that wait for or run over `link` now."""

@@ -82,7 +82,7 @@ def test_isolated_pools_come_out_of_the_tier() -> None:
 
 UNKNOWN = [
     ({"foo": 1}, "foo"),
-    ({"tiers": {"disk": {"path": "/x"}}}, "tiers.disk"),
+    ({"tiers": {"tape": {"path": "/x"}}}, "tiers.tape"),
     ({"tiers": {"host": {"sise": "1GiB"}}}, "tiers.host.sise is no setting; did you mean size"),
     ({"access": [{"user": 1}]}, "access[0].user"),
 ]
@@ -206,7 +206,7 @@ def test_environment_overrides_the_file(tmp_path: Path) -> None:
     ("variable", "value", "said"),
     [
         ("KVSTORE_TIERS__HOST__SISE", "1GiB", "tiers.host.sise is no setting"),
-        ("KVSTORE_TIERS__DISK__PATH", "/x", "tiers.disk is no setting"),
+        ("KVSTORE_TIERS__TAPE__PATH", "/x", "tiers.tape is no setting"),
         ("KVSTORE_LIMITS__SESSIONS", "many", "pass a whole number"),
         ("KVSTORE_TIERS__HOST__SIZE", "big", "is no size"),
         ("KVSTORE_ACCESS", "[{uid = }]", "pass a list"),

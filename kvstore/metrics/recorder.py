@@ -1,17 +1,15 @@
-"""Every metric in one table, and `Metrics`, the recorder that counts them.
+"""`Metrics`, the recorder that counts.
 
 Counts are plain Python numbers that the owner thread adds to and the scraping thread only reads;
-prometheus_client writes them out. Meanings for operators: docs/metrics.md.
+prometheus_client writes them out.
 """
 
 from __future__ import annotations
 
 import platform
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
-from types import MappingProxyType
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
@@ -23,141 +21,9 @@ from prometheus_client.metrics_core import (
 
 import kvstore
 from kvstore.core.recorder import Recorder
+from kvstore.metrics.table import COUNTER, HISTOGRAM, RESULTS, TABLE, TIERS, TIMED_METHODS, Row
 
-COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 Labels = tuple[str, ...]
-
-HANDLER_BUCKETS = (
-    20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.2, 1.0,
-)  # fmt: skip
-STALL_BUCKETS = (0.5e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 7e-3, 10e-3, 20e-3, 50e-3, 0.2, 1.0)
-COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
-
-TIERS = ("host",)
-LINKS = ("staging>host", "host>check")
-RESULTS = ("hit", "partial", "miss")
-OUTCOMES = ("stored", "present", "pending", "rejected")
-EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "corrupt", "lost_parent")
-LEASE_ENDS = ("release", "finish", "expiry", "death", "replaced", "lost")
-TIMED_METHODS = {"Lookup": "kvstore_lookup_seconds", "Commit": "kvstore_commit_seconds"}
-METHODS = (
-    "OpenSession", "Attach", "Lookup", "Restore", "CancelRestore", "Release", "Renew",
-    "FinishRequest", "Reserve", "Commit", "Abort", "ReportStep", "ReportTransfer", "Session",
-    "PutInline", "FetchInline", "Subscribe", "Status", "SetPolicy", "SetQuota", "Pin", "Unpin",
-    "Clear", "BumpEpoch", "Explain", "Flush", "Drain", "Verify", "TraceStart", "TraceStop",
-)  # fmt: skip
-LIMITS = (
-    "sessions", "leases_per_session", "spaces", "leased_bytes_per_session",
-    "leased_bytes_per_tenant", "pinned_bytes_per_session", "pinned_bytes_per_tenant",
-    "reserved_bytes_per_session", "reserved_bytes_per_tenant", "staging_bytes",
-    "queue_bytes_per_link", "inflight_message_bytes", "message_bytes", "max_blocks",
-)  # fmt: skip
-
-
-class Row(NamedTuple):
-    """One metric: its name as scraped, and the label values that are there from the start."""
-
-    name: str
-    kind: str
-    help: str
-    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
-    buckets: Sequence[float] = ()
-
-
-TIER = {"tier": TIERS}
-LINK = {"link": LINKS}
-TABLE = (
-    Row("kvstore_sessions", GAUGE, "Sessions open."),
-    Row("kvstore_spaces", GAUGE, "Spaces known: a KVSpec of a tenant each."),
-    Row("kvstore_leases", GAUGE, "Leases held."),
-    Row("kvstore_leased_bytes", GAUGE, "Bytes of blocks that leases hold in place."),
-    Row("kvstore_pinned_bytes", GAUGE, "Bytes of blocks that pins keep."),
-    Row("kvstore_reserved_bytes", GAUGE, "Bytes of slots reserved by puts under way."),
-    Row(
-        "kvstore_lookups_total", COUNTER,
-        "Lookups by how much they found of their full blocks.", {"result": RESULTS},
-    ),
-    Row("kvstore_lookup_tokens_total", COUNTER, "Tokens looked up."),
-    Row(
-        "kvstore_hit_tokens_total", COUNTER,
-        "Tokens found, counted up to the first block that was not (prefix-closed).", TIER,
-    ),
-    Row(
-        "kvstore_lookup_seconds", HISTOGRAM, "Time a Lookup took on the owner thread.",
-        buckets=HANDLER_BUCKETS,
-    ),
-    Row(
-        "kvstore_commit_seconds", HISTOGRAM,
-        "Time a Commit took on the owner thread, its copy left out.", buckets=HANDLER_BUCKETS,
-    ),
-    Row(
-        "kvstore_loop_stall_seconds", HISTOGRAM,
-        "Time the owner thread was late for its own timer.", buckets=STALL_BUCKETS,
-    ),
-    Row("kvstore_put_blocks_total", COUNTER, "Blocks of puts.", {"outcome": OUTCOMES}),
-    Row("kvstore_put_bytes_total", COUNTER, "Payload bytes that became READY."),
-    Row(
-        "kvstore_restored_bytes_total", COUNTER,
-        "Payload bytes handed to clients to restore from.", TIER,
-    ),
-    Row("kvstore_tier_capacity_bytes", GAUGE, "Size of a tier.", TIER),
-    Row("kvstore_tier_used_bytes", GAUGE, "Bytes of slots reserved or published.", TIER),
-    Row("kvstore_tier_free_bytes", GAUGE, "Bytes that can be reserved at once.", TIER),
-    Row(
-        "kvstore_tier_resting_bytes", GAUGE,
-        "Bytes un-published that wait for leases before they are free.", TIER,
-    ),
-    Row("kvstore_tier_blocks", GAUGE, "READY blocks (shards counted each).", TIER),
-    Row(
-        "kvstore_evicted_blocks_total", COUNTER, "Blocks that left a tier.",
-        {**TIER, "reason": EVICTION_REASONS},
-    ),
-    Row(
-        "kvstore_evicted_bytes_total", COUNTER, "Payload bytes that left a tier.",
-        {**TIER, "reason": EVICTION_REASONS},
-    ),
-    Row(
-        "kvstore_corrupt_blocks_total", COUNTER,
-        "Blocks that did not match their checksum; each was a miss.", TIER,
-    ),
-    Row(
-        "kvstore_readopted_blocks_total", COUNTER,
-        "Blocks of an earlier daemon taken over at the start.", TIER,
-    ),
-    Row("kvstore_queue_bytes", GAUGE, "Bytes queued or running over a link.", LINK),
-    Row(
-        "kvstore_queue_rejected_blocks_total", COUNTER,
-        "Blocks skipped because the link's queue was full.", LINK,
-    ),
-    Row("kvstore_copied_bytes_total", COUNTER, "Bytes copied over a link.", LINK),
-    Row(
-        "kvstore_copy_seconds", HISTOGRAM, "Time of one copy, queueing left out.", LINK,
-        COPY_BUCKETS,
-    ),
-    Row(
-        "kvstore_rpcs_total", COUNTER, "Calls answered, over any transport, by gRPC status.",
-        {"method": METHODS, "status": ("OK",)},
-    ),
-    Row(
-        "kvstore_limit_rejections_total", COUNTER,
-        "Requests cut short or refused by a configured limit.", {"limit": LIMITS},
-    ),
-    Row(
-        "kvstore_reservations_expired_total", COUNTER,
-        "Reservations given up by time to live or by their client's death.",
-    ),
-    Row("kvstore_leases_ended_total", COUNTER, "Leases ended.", {"reason": LEASE_ENDS}),
-    Row(
-        "kvstore_events_dropped_total", COUNTER,
-        "KV events that left the buffer before a subscriber read them.",
-    ),
-    Row("kvstore_index_blocks", GAUGE, "Blocks in the prefix index."),
-    Row("kvstore_index_runs", GAUGE, "Runs in the prefix index."),
-    Row(
-        "kvstore_build_info", GAUGE, "Always 1; the labels say what runs.",
-        {"version": (kvstore.__version__,), "python": (platform.python_version(),)},
-    ),
-)  # fmt: skip
 
 
 class Number:
@@ -327,6 +193,20 @@ class Metrics(Recorder):
         self.number("kvstore_evicted_blocks_total", tier, reason).add(blocks)
         self.number("kvstore_evicted_bytes_total", tier, reason).add(byte_count)
 
+    def demoted(self, blocks: int, byte_count: int) -> None:
+        self.number("kvstore_demoted_blocks_total").add(blocks)
+        self.number("kvstore_demoted_bytes_total").add(byte_count)
+
+    def demotion_skipped(self, reason: str, blocks: int) -> None:
+        self.number("kvstore_demotions_skipped_blocks_total", reason).add(blocks)
+
+    def promoted(self, blocks: int, byte_count: int) -> None:
+        self.number("kvstore_promoted_blocks_total").add(blocks)
+        self.number("kvstore_promoted_bytes_total").add(byte_count)
+
+    def restore_failed(self, reason: str, blocks: int) -> None:
+        self.number("kvstore_restore_failed_blocks_total", reason).add(blocks)
+
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         self.number("kvstore_corrupt_blocks_total", tier).add(blocks)
 
@@ -372,6 +252,9 @@ class Metrics(Recorder):
         self._set("kvstore_tier_free_bytes", free, tier)
         self._set("kvstore_tier_resting_bytes", resting, tier)
         self._set("kvstore_tier_blocks", block_count, tier)
+
+    def set_tier_degraded(self, tier: str, degraded: bool) -> None:
+        self._set("kvstore_tier_degraded", int(degraded), tier)
 
     def set_queue(self, link: str, byte_count: int) -> None:
         self._set("kvstore_queue_bytes", byte_count, link)
