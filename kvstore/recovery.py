@@ -52,8 +52,8 @@ def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered
         parts.host.adopt(place)
     resting = parts.host.finish_recovery()
     rest_is_over = parts.clock.now() + parts.limits.max_lease_ttl_seconds
-    parts.retired.rest(resting, rest_is_over)
-    parts.retired.adopted(adopted, rest_is_over)
+    parts.retired[HOST].rest(resting, rest_is_over)
+    parts.retired[HOST].adopted(adopted, rest_is_over)
     epochs.confirm_void()
     _keep_used_spaces(store, record)
     _tell(store)

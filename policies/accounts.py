@@ -15,6 +15,14 @@ from kvstore.policies.index.cells import place_bytes, stride_of
 NO_LIMIT_BYTES = 1 << 62
 
 
+def pool_in(tier: int, pool: str) -> str:
+    """The pool of `tier` that blocks of a space with this host pool lie in.
+
+    Only the memory that clients map (tier 0) is divided between isolated tenants.
+    """
+    return "" if tier else pool
+
+
 class Quota(NamedTuple):
     """A tenant's share of a tier; None is no limit, no protection."""
 
@@ -35,7 +43,7 @@ class Accounts:
     def add(self, space: Space, tier: int, slots: int) -> None:
         """`slots` more (or fewer) are in use."""
         size = slots * space.slot_bytes
-        pool = (tier, space.pool)
+        pool = (tier, pool_in(tier, space.pool))
         _add(self._pools, pool, size)
         _add(self._pool_tenants.setdefault(pool, {}), space.tenant, size)
         _add(self._tenants, (tier, space.tenant), size)

@@ -15,9 +15,9 @@ from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.store.kvstore import KVStore
 from kvstore.store.leases import LeaseTable
-from kvstore.store.parts import HOST, TIER_NAMES, EventSink, Parts, SpaceRecord
+from kvstore.store.parts import HOST, EventSink, Parts, SpaceRecord
 from kvstore.store.retire import RetiredSlots
-from kvstore.tiers.base import AddressableTier
+from kvstore.tiers.base import AddressableTier, Tier
 
 NO_BLOCK_LIMIT = 1 << 62
 
@@ -32,20 +32,23 @@ def assemble(
     defer: Callable[[Callable[[], None]], None],
     boot_id: str,
     recorder: Recorder = NO_RECORDER,
+    disk: Tier | None = None,
 ) -> KVStore:
-    """A store over `host`; `defer` runs a callable on the owner thread soon."""
+    """A store over `host` and `disk`; `defer` runs a callable on the owner thread soon."""
     # Ids of an earlier life must answer NOT_FOUND, so each life begins at its own wall clock.
     ids = count(max(1, int(clock.wall() * 1e6)) << 8)
     residency = Residency(config.policy.eviction)
-    index = PrefixIndex(len(TIER_NAMES), residency, config.index.max_blocks or NO_BLOCK_LIMIT)
+    tiers: tuple[Tier, ...] = (host,) if disk is None else (host, disk)
+    index = PrefixIndex(len(tiers), residency, config.index.max_blocks or NO_BLOCK_LIMIT)
     residency.attach(index)
-    retired = RetiredSlots(host)
+    retired = tuple(RetiredSlots(tier) for tier in tiers)
 
     def lease_ended(lease: Lease, reason: str) -> None:
         index.unanchor(lease.anchor)
         if lease.remains is not None:
             index.unanchor(lease.remains)
-        retired.reader_ended(lease.id)
+        for slots in retired:
+            slots.reader_ended(lease.id)
         recorder.lease_ended(reason)
 
     parts = Parts(
@@ -53,7 +56,7 @@ def assemble(
         clock=clock,
         index=index,
         residency=residency,
-        host=host,
+        tiers=tiers,
         mover=mover,
         events=events,
         recorder=recorder,

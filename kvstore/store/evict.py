@@ -59,7 +59,7 @@ class Remover:
         if parts.checksums:
             for place in places:
                 parts.checksums.pop(place, None)
-        parts.retired.retire(places, self._part_with(removed.anchors))
+        parts.retired[HOST].retire(places, self._part_with(removed.anchors))
         if keys:
             count = len(keys) // BLOCK_KEY_BYTES
             byte_count = count * space.slot_bytes * space.shard_count

@@ -295,7 +295,8 @@ class KVStore(OperatorCalls):
                 session.notify("lost_leases", [lease.id])
         self.reservations.tick(now)
         self.pins.tick(now)
-        parts.retired.tick(now)
+        for retired in parts.retired:
+            retired.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:
                 self.close_session(session, "silent")

@@ -10,10 +10,11 @@ from kvstore.core.lease import Lease
 from kvstore.core.plan import PinResult, VerifyResult
 from kvstore.core.space import Space
 from kvstore.core.views import SpaceView, TenantView
+from kvstore.policies.accounts import pool_in
 from kvstore.store.clear import ClearFlow
 from kvstore.store.evict import Remover
 from kvstore.store.find import find_key
-from kvstore.store.parts import HOST, TIER_NAMES, Parts
+from kvstore.store.parts import Parts
 from kvstore.store.pins import PinTable
 from kvstore.store.sessions import Session
 from kvstore.store.verify import Verifier
@@ -44,15 +45,15 @@ class OperatorCalls:
         self, tenant: str, tier: str, cap_bytes: int | None, floor_bytes: int | None
     ) -> TenantView:
         """Changes what is given; 0 takes a quota away. Answers with the tenant's view."""
-        self._check_tier(tier)
+        number = self._check_tier(tier)
         if tenant not in self.parts.known_tenants():
             raise NotFound(f"tenant {tenant!r} is unknown; name one of the [[access]] rules")
-        self._check_floors(tenant, floor_bytes or 0)
-        residency, old = self.parts.residency, self.parts.residency.quota(tenant, HOST)
+        self._check_floors(tenant, number, floor_bytes or 0)
+        residency, old = self.parts.residency, self.parts.residency.quota(tenant, number)
         cap = old.cap_bytes if cap_bytes is None else cap_bytes or None
         floor = old.floor_bytes if floor_bytes is None else floor_bytes or None
-        residency.set_quota(tenant, HOST, cap, floor)
-        self.remover.trim(self.parts.pool_of(tenant), tenant)
+        residency.set_quota(tenant, number, cap, floor)
+        self.remover.trim(number, self.parts.pool_of(tenant), tenant)
         return tenant_view(self.parts, tenant)
 
     def pin(
@@ -113,14 +114,14 @@ class OperatorCalls:
             self._check_tier(tier)
         return self.verifier.verify_all()
 
-    def _check_floors(self, tenant: str, floor_bytes: int) -> None:
+    def _check_floors(self, tenant: str, tier: int, floor_bytes: int) -> None:
         """Refuses a floor that the pool cannot keep beside everybody else's."""
-        parts, pool = self.parts, self.parts.pool_of(tenant)
-        capacity = parts.host.usage(pool).capacity_bytes
+        parts, pool = self.parts, pool_in(tier, self.parts.pool_of(tenant))
+        capacity = parts.tiers[tier].usage(pool).capacity_bytes
         others = sum(
-            parts.residency.quota(other, HOST).floor_bytes or 0
+            parts.residency.quota(other, tier).floor_bytes or 0
             for other in parts.known_tenants()
-            if other != tenant and parts.pool_of(other) == pool
+            if other != tenant and pool_in(tier, parts.pool_of(other)) == pool
         )
         if others + floor_bytes > capacity:
             raise InvalidRequest(
@@ -134,6 +135,9 @@ class OperatorCalls:
             raise NotFound(f"space {space.hex()} is unknown; `kvstore spaces` lists them")
         return found
 
-    def _check_tier(self, tier: str) -> None:
-        if tier not in TIER_NAMES:
-            raise InvalidRequest(f"tier is {tier!r}; pass one of {', '.join(TIER_NAMES)}")
+    def _check_tier(self, tier: str) -> int:
+        """The number of a tier that there is."""
+        names = self.parts.tier_names
+        if tier not in names:
+            raise InvalidRequest(f"tier is {tier!r}; pass one of {', '.join(names)}")
+        return names.index(tier)

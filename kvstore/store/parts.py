@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvstore.core.clock import Clock
 from kvstore.core.config import Config, LimitsSection
@@ -17,10 +17,10 @@ from kvstore.policies.residency import Residency
 from kvstore.store.leases import LeaseTable
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Engine, Session
-from kvstore.tiers.base import AddressableTier, BlockHeader
+from kvstore.tiers.base import AddressableTier, BlockHeader, Tier
 
-HOST = 0
-TIER_NAMES = ("host",)
+HOST, DISK = 0, 1
+TIER_NAMES = ("host", "disk")
 # A turn of the owner stays within 5 ms: a reserved block costs about 10 us, a walked one less.
 RESERVE_BLOCKS_MAX = 256
 SLICE_BLOCKS = 1024
@@ -63,14 +63,15 @@ class Parts:
     `defer` runs a callable soon, after other work has had its turn: long flows go on through it a
     slice at a time. `next_id` numbers leases, reservations, pins and readers in one sequence.
     `unverified` holds places of adopted blocks not hashed again yet, `checksums` those of blocks
-    written but not yet READY.
+    written but not yet READY. `tiers` and `retired` are by tier number: HOST, and DISK where there
+    is one.
     """
 
     config: Config
     clock: Clock
     index: PrefixIndex
     residency: Residency
-    host: AddressableTier
+    tiers: tuple[Tier, ...]
     mover: Mover
     events: EventSink
     recorder: Recorder
@@ -78,7 +79,7 @@ class Parts:
     defer: Callable[[Callable[[], None]], None]
     next_id: Callable[[], int]
     leases: LeaseTable
-    retired: RetiredSlots
+    retired: tuple[RetiredSlots, ...]
     spaces: dict[bytes, Space] = field(default_factory=dict)
     sessions: dict[int, Session] = field(default_factory=dict)
     engines: dict[Any, Engine] = field(default_factory=dict)
@@ -87,6 +88,19 @@ class Parts:
     readers: set[int] = field(default_factory=set)
     draining: bool = False
     readopted_blocks: int = 0
+
+    @property
+    def host(self) -> AddressableTier:
+        return cast("AddressableTier", self.tiers[HOST])
+
+    @property
+    def disk(self) -> Tier | None:
+        return self.tiers[DISK] if len(self.tiers) > DISK else None
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Names of the tiers there are, by number."""
+        return TIER_NAMES[: len(self.tiers)]
 
     @property
     def limits(self) -> LimitsSection:
@@ -117,4 +131,5 @@ class Parts:
 
     def stop_reading(self, reader: int) -> None:
         self.readers.discard(reader)
-        self.retired.reader_ended(reader)
+        for retired in self.retired:
+            retired.reader_ended(reader)

@@ -81,21 +81,21 @@ class Relocator:
             parts.stop_reading(reader)
             unchanged = bool(block) and host.generation(place) == generation
             if moved.error is not None or not unchanged:
-                parts.retired.retire(target)
+                parts.retired[HOST].retire(target)
                 return
             header, (tree_run, _, stop) = parts.header(place), block[-1]
             if header is None or moved.value != host.checksum(place):
-                parts.retired.retire(target)
+                parts.retired[HOST].retire(target)
                 self._remover.quarantine(place)
             elif self._is_held(tree_run, stop - 1):
-                parts.retired.retire(target)
+                parts.retired[HOST].retire(target)
             else:
                 host.commit([(target[0], header, moved.value)])
                 parts.index.set_place(tree_run, stop - 1, shard, HOST, target[0])
                 if place in parts.unverified:
                     parts.unverified.add(target[0])
                     parts.unverified.discard(place)
-                parts.retired.retire([place])
+                parts.retired[HOST].retire([place])
 
         job = Job(
             COPY_LINK, space.tenant, 0, length,
@@ -104,4 +104,4 @@ class Relocator:
         if not parts.mover.submit(job):
             parts.index.unanchor(anchor)
             parts.stop_reading(reader)
-            parts.retired.retire(target)
+            parts.retired[HOST].retire(target)

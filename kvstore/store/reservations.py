@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.core.lease import Deadlines
 from kvstore.policies.index import Anchor, Run
 from kvstore.store.evict import Remover, block_before
-from kvstore.store.parts import Parts
+from kvstore.store.parts import HOST, Parts
 from kvstore.store.sessions import Attachment, Session
 
 
@@ -95,7 +95,7 @@ class ReservationTable:
 
     def give_up(self, reservation: Reservation, blocks: Mapping[int, int | None]) -> None:
         """Un-stages blocks and frees the slots they come with; last blocks first."""
-        self._parts.retired.retire([place for place in blocks.values() if place is not None])
+        self._parts.retired[HOST].retire([place for place in blocks.values() if place is not None])
         for position in sorted(blocks, reverse=True):
             self._unstage(reservation, position)
 

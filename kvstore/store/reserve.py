@@ -155,7 +155,7 @@ class ReserveFlow:
             places += host.reserve(space.block_bytes, symbol, count - len(places), space.pool)
             if len(places) == count:
                 break
-            if self._parts.retired.early_places >= count - len(places):
+            if self._parts.retired[HOST].early_places >= count - len(places):
                 break  # as much comes free by itself, soon after a start
             before = residency.accounts.used(HOST, space.pool)
             self._remover.make_room(space, (count - len(places)) * space.slot_bytes)
