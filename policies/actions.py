@@ -27,10 +27,11 @@ class Promote(NamedTuple):
 
 
 class Demote(NamedTuple):
-    """Move blocks from `keep` on to a slower tier, the last ones first."""
+    """Copy blocks [start, stop) of `run` to a slower tier; a later Drop frees the source."""
 
     run: Run
-    keep: int
+    start: int
+    stop: int
     source: int
     target: int
 
@@ -53,8 +54,8 @@ def action_line(action: Action) -> str:
     Made when the action is, before it is carried out: what it speaks of moves on after.
     """
     run = action.run
-    start = action.start if isinstance(action, Admit | Promote) else action.keep
-    stop = action.stop if isinstance(action, Admit | Promote) else run.ready
+    start = action.keep if isinstance(action, Drop) else action.start
+    stop = run.ready if isinstance(action, Drop) else action.stop
     where = f"{run.root.space.number}:{run.root.digest[:4].hex()}"
     blocks = f"[{run.first + start}, {run.first + stop})"
     verb = type(action).__name__.lower()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from kvstore.core.space import Space
 from kvstore.policies import lru  # noqa: F401  (registers itself)
-from kvstore.policies.accounts import Accounts, Quota
-from kvstore.policies.actions import Action, Admit, Drop
+from kvstore.policies.accounts import Accounts, Quota, pool_in
+from kvstore.policies.actions import Action, Admit, Demote, Drop
 from kvstore.policies.base import EvictionPolicy, create
+from kvstore.policies.demotion import DemotionQueue
 from kvstore.policies.index import PrefixIndex, Run, Span
-
-# So many runs below a victim are searched for leases; a larger subtree counts as leased.
-SEARCHED_RUNS = 1024
 
 
 class Event(NamedTuple):
@@ -38,6 +35,7 @@ class Residency:
         self.on_event: Callable[[Event], None] | None = None
         self.tick = 0
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
+        self._demotions = DemotionQueue(self)
         self._waiting: dict[Run, EvictionPolicy] = {}
         create(policy)  # An unknown name is refused here, not at the first block.
 
@@ -67,14 +65,16 @@ class Residency:
             self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
         for tier in range(self.index.tier_count):
             if run.resident_in(tier):
-                self._policy(tier, run).on_access(run)
+                for policy in self._rankings(tier, run):
+                    policy.on_access(run)
         return path
 
     def set_cost(self, run: Run, seconds: float) -> None:
         """Losing `run` would cost `seconds`."""
         for tier in range(self.index.tier_count):
             if run.resident_in(tier):
-                self._policy(tier, run).on_cost(run, seconds)
+                for policy in self._rankings(tier, run):
+                    policy.on_cost(run, seconds)
 
     def set_quota(
         self,
@@ -97,6 +97,7 @@ class Residency:
         """Ranks by another policy from now on; what is resident stays, with its history."""
         policies = {key: create(name, key[0]) for key in self._policies}
         create(name)
+        self._demotions.forget()
         self.policy_name = name
         self._policies = policies
         self._record("set_policy", name)
@@ -106,6 +107,28 @@ class Residency:
             if run.ready:
                 self._enter(run, 0, run.ready)
                 self._offer(run)
+
+    # Demotion
+
+    def demote_above(self, pool: str, watermark_bytes: int) -> None:
+        """From so many bytes used on, host `pool` has its coldest blocks written to disk."""
+        self._demotions.watermarks[pool] = watermark_bytes
+        self._record("demote_above", pool, watermark_bytes)
+
+    def demotions(self, pool: str, byte_count: int) -> Iterator[Demote]:
+        """Yields what of host `pool` to write to disk now, parents first, about `byte_count`.
+
+        Mark each (`PrefixIndex.begin_move`) or stop before asking for the next.
+        """
+        self._record("demotions", pool, byte_count)
+        for demote in self._demotions.take(pool, byte_count):
+            if self.on_action is not None:
+                self.on_action(demote)
+            yield demote
+
+    def copy_lost(self, run: Run) -> None:
+        """Blocks of `run` have no copy on disk any more, or did not get there: they may again."""
+        self._demotions.offer(run)
 
     # Room
 
@@ -182,21 +205,20 @@ class Residency:
         return self.index.keep_for(run, tier, blocks, run.anchored_blocks())
 
     def _may_go(self, run: Run) -> bool:
-        """Whether nothing below, in other tiers, is leased or STAGING; no where that is unclear."""
-        if run.children is None:
-            return True
-        below = list(islice(self.index.runs(run), 1, SEARCHED_RUNS + 1))
-        busy = any(r.marks or r.staging is not None for r in below)
-        return not busy and len(below) < SEARCHED_RUNS
+        """Whether nothing below, in other tiers, is leased or STAGING."""
+        return run.children is None or not self.index.anchored_below(run)
 
     # What the index tells
 
     def on_slots(self, space: Space, tier: int, delta: int) -> None:
         self.accounts.add(space, tier, delta)
+        if not tier and delta > 0:
+            self._demotions.taken_in(space, delta)
 
     def on_ready(self, run: Run, start: int, stop: int) -> None:
         self.tick += 1
         run.touched = self.tick
+        self._demotions.offer(run)
         self._enter(run, start, stop)
         if self.on_action is not None:
             for tier in range(self.index.tier_count):
@@ -220,7 +242,8 @@ class Residency:
             policy.on_remove(run)
 
     def on_leaf(self, run: Run, tier: int) -> None:
-        self._policy(tier, run).on_leaf(run)
+        for policy in self._rankings(tier, run):
+            policy.on_leaf(run)
 
     def on_unanchor(self, run: Run) -> None:
         for policy in self._holders(run):
@@ -231,29 +254,37 @@ class Residency:
             policy.unpark(above)
 
     def _policy(self, tier: int, run: Run) -> EvictionPolicy:
-        key = (tier, run.root.space.pool)
+        key = (tier, pool_in(tier, run.root.space.pool))
         policy = self._policies.get(key)
         if policy is None:
             policy = self._policies[key] = create(self.policy_name, tier)
         return policy
 
+    def _rankings(self, tier: int, run: Run) -> tuple[EvictionPolicy, ...]:
+        """The orders that `run` has a place in as part of `tier`."""
+        rank = None if tier else self._demotions.rank(run)
+        policy = self._policy(tier, run)
+        return (policy,) if rank is None else (policy, rank)
+
     def _holders(self, run: Run) -> Iterator[EvictionPolicy]:
         """Policies that may know the run."""
         pool = run.root.space.pool
         for tier in range(self.index.tier_count):
-            policy = self._policies.get((tier, pool))
+            policy = self._policies.get((tier, pool_in(tier, pool)))
             if policy is not None:
                 yield policy
+        yield from self._demotions.holders(pool)
 
     def _enter(self, run: Run, start: int, stop: int) -> None:
         for tier in range(self.index.tier_count):
             if run.resident_in(tier):
-                self._policy(tier, run).on_insert(run, start, stop)
+                for policy in self._rankings(tier, run):
+                    policy.on_insert(run, start, stop)
 
     def _offer(self, run: Run) -> None:
         for tier in range(self.index.tier_count):
             if run.is_leaf(tier):
-                self._policy(tier, run).on_leaf(run)
+                self.on_leaf(run, tier)
 
     def _record(self, name: str, *values: Any) -> None:
         if self.on_event is not None:
