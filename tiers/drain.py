@@ -65,7 +65,7 @@ def cheapest_region(
     pointless = (owner == wanted.number) & (taken * NEARLY_EMPTY > total)
     drains = list(drains)
     for order in range(wanted.order, -1, -1):
-        if 1 << order + shift < wanted.slot_bytes:
+        if 1 << order + shift < wanted.least_bytes:
             break
         costs = _region_costs(order, len(class_of), heads, orders, cost, pointless)
         for drain in drains:

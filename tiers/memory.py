@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.core.block import make_place, slot_bytes
 from kvstore.core.errors import CorruptBlock, TierError
+from kvstore.core.generations import Generations
 from kvstore.tiers.base import (
     NO_USAGE,
     BlockHeader,
@@ -82,13 +83,18 @@ class MemoryTier:
     durable = False
 
     def __init__(
-        self, capacity_bytes: int | Mapping[str, int], name: str = "host", first_generation: int = 1
+        self,
+        capacity_bytes: int | Mapping[str, int],
+        name: str = "host",
+        first_generation: int = 1,
+        generations: Generations | None = None,
     ) -> None:
         self.name = name
         sizes = {"": capacity_bytes} if isinstance(capacity_bytes, int) else capacity_bytes
         self._pools = {pool: _Pool(i, size) for i, (pool, size) in enumerate(sizes.items())}
         self._slots: dict[int, _Slot] = {}
-        self._next_generation = first_generation
+        self._generations = generations or Generations()
+        self._generations.raise_to(first_generation)
 
     @property
     def problem(self) -> str:
@@ -111,9 +117,8 @@ class MemoryTier:
             slot = self._slots[place]
             assert slot.state is SlotState.STAGING, f"place {place} is {slot.state.name}"
             assert header.length <= len(slot.data), f"place {place} is too small"
-            slot.record = StoredBlock(place, header, checksum, self._next_generation)
+            slot.record = StoredBlock(place, header, checksum, self._generations.take())
             slot.state = SlotState.PUBLISHED
-            self._next_generation += 1
             self._pools[slot.pool].block_count += 1
             generations.append(slot.record.generation)
         return generations
@@ -154,12 +159,12 @@ class MemoryTier:
         return np.array([self.generation(place) for place in places.tolist()], np.uint64)
 
     def next_generation(self) -> int:
-        return self._next_generation
+        return self._generations.next
 
     def reopened(self) -> MemoryTier:
         """What a daemon finds after this one died: committed blocks, all else resting."""
         sizes = {pool: room.capacity_bytes for pool, room in self._pools.items()}
-        again = MemoryTier(sizes, self.name, self._next_generation)
+        again = MemoryTier(sizes, self.name, self._generations.next)
         for pool, room in self._pools.items():
             heir = again._pools[pool]
             heir.end_bytes, heir.free_bytes = room.end_bytes, room.free_bytes

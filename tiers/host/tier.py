@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.core.block import POOL_SHIFT, SLOT_SHIFT, make_place, place_offset, slot_bytes
 from kvstore.core.errors import TierError
+from kvstore.core.generations import Generations
 from kvstore.tiers import payload
 from kvstore.tiers.base import (
     NO_USAGE,
@@ -39,7 +40,7 @@ class HostTier:
     name or size changed. `kind="sealed"`: memory that nobody can map writable, gone with the
     process. With huge pages from hugetlbfs, `shm` keeps the data file in `hugetlb_directory`.
     The caller holds the lock on the directory. `notes` says what was dropped or could not be had.
-    Raises ConfigError or TierError.
+    Tiers of one store share `generations`. Raises ConfigError or TierError.
     """
 
     durable = False
@@ -55,6 +56,7 @@ class HostTier:
         lock_memory: bool = False,
         first_generation: int = 1,
         name: str = "host",
+        generations: Generations | None = None,
     ) -> None:
         self.name = name
         self._opened = OpenPools(
@@ -66,6 +68,7 @@ class HostTier:
         )
         self._pools = self._opened.pools
         self._by_name = {pool.name: pool for pool in self._pools.values()}
+        self._generations = generations or Generations()
         self._start_generations(first_generation)
         regions = [(p.data.ctypes.data, len(p.data)) for p in self._pools.values()]
         self._prefaulter = Prefaulter(regions, prefault, lock_memory)
@@ -113,10 +116,9 @@ class HostTier:
     def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
         generations = []
         for place, header, checksum in blocks:
-            generation = self._next_generation
+            generation = self._generations.take()
             if generation >= self._reserved_generations:
                 self._reserve_generations()
-            self._next_generation += 1
             pool = self._pools[place >> POOL_SHIFT]
             pool.publish(place_offset(place), header, checksum, generation)
             generations.append(generation)
@@ -161,7 +163,7 @@ class HostTier:
         return found
 
     def next_generation(self) -> int:
-        return self._next_generation
+        return self._generations.next
 
     def recover(self) -> Iterator[StoredBlock]:
         for pool in self._pools.values():
@@ -248,12 +250,12 @@ class HostTier:
 
     def _start_generations(self, first_generation: int) -> None:
         known = [pool.generation_reservation for pool in self._pools.values() if not pool.fresh]
-        self._next_generation = max(first_generation, *known, 1)
+        self._generations.raise_to(max(first_generation, *known, 1))
         self._reserve_generations()
 
     def _reserve_generations(self) -> None:
         """Writes down, in every pool, that more generations may be handed out."""
-        self._reserved_generations = self._next_generation + GENERATION_STEP
+        self._reserved_generations = self._generations.next + GENERATION_STEP
         for pool in self._pools.values():
             pool.reserve_generations(self._reserved_generations)
 
