@@ -1,4 +1,7 @@
-"""Record: which spaces exist, and their epochs and clears, in small files that survive a crash."""
+"""Record: which spaces exist, and their epochs and clears, in small files that survive a crash.
+
+They lie in the disk tier's directory where there is one, else in the host pools'.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 from kvstore.core.errors import FailedPrecondition
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec
-from kvstore.tiers.epochs import EpochsFile
+from kvstore.tiers.epochs import EpochsFile, begin_with
 
 SPACES_NAME = "spaces.json"
 
@@ -25,6 +28,8 @@ class KnownSpace(msgspec.Struct, frozen=True):
 
 class MemoryRecord:
     """Remembers for as long as the process lives: for stores that nothing outlives."""
+
+    durable_slow = False
 
     def __init__(self) -> None:
         self._epochs: dict[bytes, int] = {}
@@ -46,12 +51,19 @@ class MemoryRecord:
 class FileRecord:
     """Keeps `spaces.json` and the epochs file in `directory`; synced before a call returns.
 
-    `generation_now` names the next generation: a clear covers all that came before it.
+    `generation_now` names the next generation: a clear covers all that came before it, in every
+    tier. `durable_slow`: a call may take as long as a disk does, so the owner has one worker make
+    them, in order, and itself only reads (`epoch_of`, `known`).
     """
 
     def __init__(
-        self, directory: Path, epochs: EpochsFile, generation_now: Callable[[], int]
+        self,
+        directory: Path,
+        epochs: EpochsFile,
+        generation_now: Callable[[], int],
+        durable_slow: bool = False,
     ) -> None:
+        self.durable_slow = durable_slow
         self._path = directory / SPACES_NAME
         self._epochs = epochs
         self._generation_now = generation_now
@@ -77,21 +89,51 @@ class FileRecord:
         self._epochs.clear([space.id for space in spaces], self._generation_now())
 
     def _write(self, known: list[KnownSpace]) -> None:
-        """Replaces the file whole: a reader sees the old list or the new one."""
-        temporary = self._path.with_suffix(".new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(known))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
-        except OSError as error:
-            raise FailedPrecondition(
-                f"{self._path} cannot be written ({error.strerror}); make its directory writable "
-                "and free some space"
-            ) from error
+        _write_spaces(self._path, known)
         self.known = known
+
+
+def move_record(disk: Path, host: Path | None, first: bool) -> EpochsFile:
+    """Takes what `host` has of spaces and epochs over to `disk`, and removes it there.
+
+    `first`: the disk tier has kept no block yet, so nothing of it can be void. Whatever moment a
+    crash comes at, calling it again is right. Raises TierError or FailedPrecondition.
+    """
+    if host is None:
+        return EpochsFile(disk)
+    epochs = begin_with(disk, host) if first else EpochsFile(disk)
+    # Spaces go last: until theirs is known, blocks of a space are dropped, never wrongly kept.
+    epochs.take_over(host)
+    old = host / SPACES_NAME
+    if old.exists():
+        known = read_spaces(disk / SPACES_NAME)
+        more = [space for space in read_spaces(old) if space not in known]
+        if more:
+            _write_spaces(disk / SPACES_NAME, [*known, *more])
+        old.unlink(missing_ok=True)
+    return epochs
+
+
+def _write_spaces(path: Path, known: list[KnownSpace]) -> None:
+    """Replaces the file whole: a reader sees the old list or the new one."""
+    temporary = path.with_suffix(".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(known))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"{path} cannot be written ({error.strerror}); make its directory writable and free "
+            "some space"
+        ) from error
 
 
 def read_spaces(path: Path) -> list[KnownSpace]:
