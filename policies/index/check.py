@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.core.block import NO_PLACE
 from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
 from kvstore.policies.index.run import (
     COMMITTED,
@@ -62,7 +61,7 @@ def _check_cells(tree: Tree, run: Run, stride: int, shards: int) -> None:
     grid = cells.reshape(-1, tree.tier_count, shards)
     whole = np.asarray(grid[: run.ready] >= 0).all(axis=2)
     assert np.any(whole, axis=1).all(), "READY without a copy"
-    assert (grid[: run.ready] >= NO_PLACE).all()
+    assert (grid[: run.ready] >= RESERVED_PLACE).all()
     if run.staging is None:
         return
     states = np.frombuffer(run.staging.states, np.uint8).reshape(-1, shards)
@@ -74,13 +73,17 @@ def _check_cells(tree: Tree, run: Run, stride: int, shards: int) -> None:
 
 
 def _check_below(tree: Tree, run: Run) -> None:
+    tiers, above_tiers = range(tree.tier_count), tree.tier_count
     below = [0] * tree.tier_count
+    busy = 0
     for child in children_of(run):
         assert child.parent is run
         assert run.children is not None
         assert find_child(run.children, child.width, child.symbol(0)) is child
-        for tier in range(tree.tier_count):
+        for tier in tiers:
             staged = child.staging is not None and child.staging.tier == tier
             below[tier] += staged or bool(child.resident_in(tier) or child.below_in(tier))
+        busy += bool(child.marks or child.staging is not None or child.below_in(above_tiers))
     assert not isinstance(run.children, tuple) or len(run.children) > 1
-    assert below == [run.below_in(tier) for tier in range(tree.tier_count)]
+    assert below == [run.below_in(tier) for tier in tiers]
+    assert run.below_in(above_tiers) == (busy if tree.tier_count > 1 else 0)

@@ -36,7 +36,7 @@ class IndexListener(Protocol):
         ...
 
     def on_unanchor(self, run: Run) -> None:
-        """The last anchor on some block of `run` was let go."""
+        """The last anchor on a block of `run` was let go, or one below went with its block."""
         ...
 
 

@@ -76,7 +76,9 @@ class Run:
     The first `ready` blocks are READY, the rest STAGING. `places` holds int64s of the READY blocks,
     [block][tier][shard]. `children` is None, the only child, a tuple of a few, or a dict by first
     symbol: most runs have few, and a dict takes as much memory as the run.
-    `resident` counts places by tier, `below` the children that keep this run from being a leaf.
+    `resident` counts places by tier, `below` the children that keep this run from being a leaf; in
+    a tree of several tiers it has one counter more, of children that are anchored or STAGING, in
+    or below them.
     `hits` and `touched` (a logical tick) are the history that eviction policies share; `policy`
     is a policy's own.
     """
@@ -213,12 +215,13 @@ class Removed(NamedTuple):
 
     `places` has one list a tier. `anchors` died with their blocks. `spans` are the READY blocks,
     parents first; their runs are dead, and `PrefixIndex.keys` of them is right until the next
-    change.
+    change. `grids` has the places of each span, [block][tier][shard].
     """
 
     places: list[list[int]]
     anchors: list[Anchor]
     spans: list[Span]
+    grids: list[np.ndarray]
 
 
 def child_key(symbol: bytes) -> bytes | int:

@@ -13,7 +13,7 @@ from kvstore.core.block import NO_PLACE
 from kvstore.core.keys import Chain
 from kvstore.policies.index.cells import count_resident, stride_of
 from kvstore.policies.index.listener import IndexListener
-from kvstore.policies.index.places import PlacedTree
+from kvstore.policies.index.moving import MovingTree
 from kvstore.policies.index.run import (
     COMMITTED,
     MAX_RUN_BLOCKS,
@@ -52,7 +52,7 @@ class Staged(NamedTuple):
     wanted: int
 
 
-class StagedTree(PlacedTree):
+class StagedTree(MovingTree):
     """A tree that takes puts: reserve, commit each shard, publish in chain order."""
 
     def __init__(

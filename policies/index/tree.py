@@ -44,6 +44,9 @@ class Tree:
         self.root_count = 0
         self._roots: dict[bytes, dict[bytes, Root]] = {}
         self._tiers = range(tier_count)
+        # With one tier a leaf has no children: nobody asks what is anchored below it.
+        self._kinds = range(tier_count + 1 if tier_count > 1 else 1)
+        self._busy_shift = COUNTER_BITS * tier_count
 
     # Roots
 
@@ -95,14 +98,20 @@ class Tree:
     # Counters of what lies below
 
     def _held(self, run: Run) -> int:
-        """Bit mask of the tiers in which `run` keeps its parent from being a leaf."""
+        """Bit mask of the tiers in which `run` keeps its parent from being a leaf.
+
+        With several tiers the bit above them says that the run, or one below, is busy: anchored or
+        STAGING. It is counted like a tier, in the field of `Run.below` above the tiers'.
+        """
         counters = run.resident | run.below
         if self.tier_count == 1:
             return 1 if counters or run.staging is not None else 0
-        held = 0 if run.staging is None else 1 << run.staging.tier
-        for tier in self._tiers:
-            if counters >> COUNTER_BITS * tier & COUNTER_MASK:
-                held |= 1 << tier
+        held = 1 << self.tier_count if run.marks else 0
+        if run.staging is not None:
+            held = 1 << self.tier_count | 1 << run.staging.tier
+        for kind in self._kinds:
+            if counters >> COUNTER_BITS * kind & COUNTER_MASK:
+                held |= 1 << kind
         return held
 
     def _lift(self, run: Run, held: int) -> None:
@@ -111,13 +120,26 @@ class Tree:
         while now != held and run.parent is not None:
             parent = run.parent
             parent_held = self._held(parent)
-            for tier in self._tiers:
-                delta = (now >> tier & 1) - (held >> tier & 1)
+            for kind in self._kinds:
+                delta = (now >> kind & 1) - (held >> kind & 1)
                 if delta:
-                    parent.below += delta << COUNTER_BITS * tier
-                    if delta < 0 and parent.is_leaf(tier):
-                        self.listener.on_leaf(parent, tier)
+                    parent.below += delta << COUNTER_BITS * kind
+                    if delta < 0 and parent.is_leaf(kind):
+                        self.listener.on_leaf(parent, kind)
             run, held, now = parent, parent_held, self._held(parent)
+
+    def _lift_anchored(self, run: Run, delta: int) -> None:
+        """`_lift` after `run` got its first mark (1) or lost its last one (-1)."""
+        if self.tier_count == 1:
+            return
+        shift, step = self._busy_shift, delta << self._busy_shift
+        above = run.parent
+        busy = run.staging is not None or run.below >> shift
+        while not busy and above is not None:
+            below = above.below
+            above.below = below + step
+            busy = above.marks or above.staging is not None or min(below, below + step) >> shift
+            above = above.parent
 
     def _tell_leaf(self, run: Run) -> None:
         for tier in self._tiers:
@@ -163,11 +185,13 @@ class Tree:
 
     def _release(self, parent: Run, held: int) -> None:
         parent_held = self._held(parent)
-        for tier in self._tiers:
-            if held >> tier & 1:
-                parent.below -= 1 << COUNTER_BITS * tier
+        for kind in self._kinds:
+            if held >> kind & 1:
+                parent.below -= 1 << COUNTER_BITS * kind
         self._lift(parent, parent_held)
         self._tell_leaf(parent)
+        if held >> self.tier_count:
+            self.listener.on_unanchor(parent)
 
     def _forget_root(self, root: Root) -> None:
         group = self._roots[root.space.id]
@@ -197,10 +221,10 @@ class Tree:
         run.symbols = run.symbols[: at * run.width]
         run.count, run.ready = at, min(run.ready, at)
         run.resident = was_resident - tail.resident
-        held = self._held(tail)
-        run.below = sum(1 << COUNTER_BITS * t for t in self._tiers if held >> t & 1)
-        run.children = tail
         self._move_marks(run, tail, at)
+        held = self._held(tail)
+        run.below = sum(1 << COUNTER_BITS * kind for kind in self._kinds if held >> kind & 1)
+        run.children = tail
         self.run_count += 1
         self.changes += 1
         self.listener.on_split(run, tail)
@@ -282,6 +306,8 @@ class Tree:
         mark = marks.get(depth)
         if mark is None:
             mark = marks[depth] = Mark(run, depth)
+            if len(marks) == 1:
+                self._lift_anchored(run, 1)
         return mark
 
     def unanchor(self, anchor: Anchor) -> None:
@@ -298,11 +324,14 @@ class Tree:
         del marks[mark.depth]
         if not marks:
             run.marks = None
+            self._lift_anchored(run, -1)
         self.listener.on_unanchor(run)
 
     def anchored_below(self, run: Run) -> bool:
-        """Whether anything below `run` is anchored: its blocks are held then, all of them."""
-        return any(below.marks for below in self.runs(run) if below is not run)
+        """Whether anything below `run` is anchored or STAGING: its blocks are held then, all."""
+        if self.tier_count > 1:
+            return run.below >> self._busy_shift > 0
+        return any(r.marks or r.staging is not None for r in self.runs(run) if r is not run)
 
     # Removal
 
@@ -323,7 +352,7 @@ class Tree:
         return removed
 
     def _removed_nothing(self) -> Removed:
-        return Removed([[] for _ in self._tiers], [], [])
+        return Removed([[] for _ in self._tiers], [], [], [])
 
     def remove_root(self, root: Root) -> Removed:
         """Takes away all blocks of a root."""
@@ -342,10 +371,11 @@ class Tree:
     def _bury(self, run: Run, removed: Removed) -> None:
         space, shards = run.root.space, run.root.space.shard_count
         ready = run.ready
-        if ready:
-            removed.spans.append(Span(run, 0, ready))
         blob = place_bytes(run, 0, run.count, stride_of(run, self.tier_count))
         cells = np.frombuffer(blob, np.int64).reshape(-1, self.tier_count, shards)
+        if ready:
+            removed.spans.append(Span(run, 0, ready))
+            removed.grids.append(cells[:ready])
         for tier in self._tiers:
             column = cells[:, tier, :].ravel()
             slots = int((column != NO_PLACE).sum())
@@ -367,3 +397,4 @@ def _extend(removed: Removed, more: Removed) -> None:
         places.extend(added)
     removed.anchors.extend(more.anchors)
     removed.spans.extend(more.spans)
+    removed.grids.extend(more.grids)

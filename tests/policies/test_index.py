@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.core.keys import Chain, Segment, chain_keys, token_chain
 from kvstore.core.space import Space
-from kvstore.policies.index import MAX_RUN_BLOCKS, GraftBlock, StageAnswer
+from kvstore.policies.index import MAX_RUN_BLOCKS, StageAnswer
 from kvstore.policies.index import run as run_module
 
 ROOT, OTHER_ROOT = bytes(32), b"r" * 32
@@ -182,6 +182,37 @@ def test_a_hundred_thousand_anchors_on_one_run(world: Any, new_space: Callable[.
     world.check()
 
 
+def test_what_is_anchored_below_is_known_without_a_search(
+    new_world: type[Any], new_space: Callable[..., Space], new_chain: Callable[..., Chain]
+) -> None:
+    """I6: a run over thousands of others knows at once whether one is leased or being written."""
+    world, space, stem = new_world(tiers=2), new_space(), tokens(3, 1)
+    index = world.index
+    [top] = world.put(space, stem)
+    for n in range(2000):
+        world.put(space, stem + tokens(2, n + 9))
+    deepest = list(index.runs(top.run))[-1]
+    assert not index.anchored_below(top.run)
+    anchors = [index.anchor(deepest, depth, 1) for depth in (1, 2, 2)]
+    assert not index.anchored_below(deepest)
+    index.split(deepest, 1)
+    assert index.anchored_below(deepest)
+    for anchor in anchors:
+        assert index.anchored_below(top.run)
+        world.check()
+        index.unanchor(anchor)
+    assert not index.anchored_below(top.run)
+    staged = world.stage(space, new_chain(stem + tokens(1, 5)))
+    assert index.anchored_below(top.run)
+    world.commit(staged)
+    assert not index.anchored_below(top.run)
+    lost = index.anchor(deepest, 1, 1)
+    index.remove(deepest)
+    assert lost.run is None
+    assert not index.anchored_below(top.run)
+    world.check()
+
+
 def test_deep_chains_need_no_recursion(
     new_world: type[Any], new_space: Callable[..., Space]
 ) -> None:
@@ -315,61 +346,4 @@ def test_copies_are_made_and_given_up_in_one_go(
     assert run.ready == 35
     assert run.resident_in(0) == 5 * shards
     assert run.resident_in(1) == 30 * shards
-    world.check()
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_graft_rebuilds_the_tree(
-    new_world: type[Any], new_space: Callable[..., Space], shards: int
-) -> None:
-    """I13: from headers in any order comes the same tree; what hangs on nothing is refused."""
-    space, rng = new_space(shards=shards), random.Random(5)
-    stem = tokens(2000, 1)
-    chains = [stem, stem[:700] + tokens(30, 2), stem[:1500] + tokens(900, 3), tokens(4, 4)]
-    blocks: dict[bytes, list[GraftBlock]] = {}
-    place = 0
-    for chain in chains:
-        keys = [ROOT[:16], *chain_keys(ROOT[:16], chain)]
-        for n, symbol in enumerate(chain):
-            if keys[n + 1] not in blocks:
-                made = [GraftBlock(keys[n + 1], keys[n], symbol, s, 0, place + s)
-                        for s in range(shards)]  # fmt: skip
-                blocks[keys[n + 1]] = made
-                place += shards
-    lost = chain_keys(ROOT[:16], chains[1])[710]
-    records = [b for key, made in blocks.items() for b in made if key != lost]
-    forged = records[0]._replace(key=b"f" * 16, place=10**6)
-    records.append(forged)
-    rng.shuffle(records)
-    world = new_world()
-    grafted = world.index.graft(space, ROOT, records)
-    world.check()
-    found = [world.look(space, chain) for chain in chains]
-    assert found == [2000, 710, 2400, 4]
-    assert grafted.block_count == len(blocks) - 20
-    assert len(grafted.refused) == 19 * shards + 1
-    assert (0, 10**6) in grafted.refused
-    for chain in chains[2:]:
-        walk = world.index.walk(
-            world.index.root(space, ROOT), Chain((Segment(b"".join(chain), 16),))
-        )
-        walk.step(5000)
-        keys = chain_keys(ROOT[:16], chain)
-        for shard in range(shards):
-            places = world.index.places(walk.path, 0, shard).tolist()
-            assert places == [blocks[key][shard].place for key in keys]
-
-
-def test_a_graft_is_cut_at_max_blocks(
-    new_world: type[Any], new_space: Callable[..., Space]
-) -> None:
-    """I16: recovery keeps to `max_blocks` as well, and what is left over is refused."""
-    chain = tokens(60, 1)
-    keys = [ROOT[:16], *chain_keys(ROOT[:16], chain)]
-    records = [GraftBlock(keys[n + 1], keys[n], s, 0, 0, n) for n, s in enumerate(chain)]
-    world, space = new_world(max_blocks=50), new_space()
-    grafted = world.index.graft(space, ROOT, records)
-    assert grafted.block_count == 49
-    assert sorted(place for _, place in grafted.refused) == list(range(49, 60))
-    assert world.look(space, chain) == 49
     world.check()
