@@ -30,8 +30,10 @@ VERBS = {
     "pin": ("kvstore.cli.pin:command", "Keep a prefix for a time."),
     "unpin": ("kvstore.cli.pin:unpin_command", "Let a pinned prefix go."),
     "clear": ("kvstore.cli.clear:command", "Drop blocks of a space, a tenant or all."),
+    "flush": ("kvstore.cli.flush:command", "Write blocks of the host tier to disk now."),
     "verify": ("kvstore.cli.verify:command", "Check stored bytes against their checksums."),
     "drain": ("kvstore.cli.drain:command", "Let the daemon finish its work and leave."),
+    "fsck": ("kvstore.cli.fsck:command", "Check and mend the files of a disk tier."),
     "bench": ("kvstore.cli.bench:command", "Measure this store on this machine."),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +13,7 @@ import click
 from kvstore.core.config import Config, find_socket, load
 from kvstore.core.errors import AlreadyRunning, ConfigError, KVStoreError, StoreUnavailable
 
+TIERS = ("host", "disk")
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +59,12 @@ def load_config(path: Path | None, **sections: Any) -> Config:
             f"{', '.join(policy_names())}"
         )
     return config
+
+
+def by_speed(tiers: Iterable[str]) -> list[str]:
+    """Names of tiers, the fastest first."""
+    order = {name: i for i, name in enumerate(TIERS)}
+    return sorted(tiers, key=lambda name: (order.get(name, len(order)), name))
 
 
 def print_json(document: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvstore.cli.admin import connected, size_value
-from kvstore.cli.output import json_option, print_json, print_table, socket_option
+from kvstore.cli.output import by_speed, json_option, print_json, print_table, socket_option
 from kvstore.core.errors import NotFound
 from kvstore.core.sizes import format_bytes
 
@@ -27,7 +27,7 @@ def get_command(tenant: str | None, socket: str | None, as_json: bool) -> None:
     """Show what TENANT uses, and its cap and floor; every tenant without a name."""
     with connected(socket) as client:
         status = client.status(with_tenants=True)
-    tiers = sorted(status.tiers)
+    tiers = by_speed(status.tiers)
     tenants = [_plain(found, tiers) for found in status.tenants]
     if tenant is not None:
         tenants = [found for found in tenants if found["tenant"] == tenant]
@@ -39,7 +39,7 @@ def get_command(tenant: str | None, socket: str | None, as_json: bool) -> None:
 
 @command.command("set")
 @click.argument("tenant")
-@click.option("--tier", default="host", show_default=True, metavar="TIER", help="In which tier.")
+@click.option("--tier", default="host", show_default=True, metavar="TIER", help="In host or disk.")
 @click.option("--cap", type=size_value, metavar="SIZE", help="The most it may hold; or none.")
 @click.option(
     "--floor", type=size_value, metavar="SIZE", help="What is never evicted for others; or none."
@@ -52,13 +52,13 @@ def set_command(
     """Set TENANT's cap, floor or both; what is not given stays.
 
     It holds until the daemon reads its configuration again (restart or SIGHUP), where
-    tenants[].host_cap and host_floor say the same for good.
+    tenants[].host_cap, host_floor, disk_cap and disk_floor say the same for good.
     """
     if cap is None and floor is None:
         raise click.UsageError("nothing to set; pass --cap, --floor or both")
     with connected(socket) as client:
         answer = client.admin.set_quota(tenant, tier, cap_bytes=cap, floor_bytes=floor)
-        tiers = sorted(client.status().tiers)
+        tiers = by_speed(client.status().tiers)
     _print([_plain(answer.tenant, tiers)], as_json)
 
 

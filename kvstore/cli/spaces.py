@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.admin import connected
-from kvstore.cli.output import json_option, print_json, print_table, socket_option
+from kvstore.cli.output import by_speed, json_option, print_json, print_table, socket_option
 from kvstore.core.errors import NotFound
 from kvstore.core.sizes import format_bytes
 
@@ -18,7 +18,7 @@ ID_DIGITS = 64
 ID_DIGITS_SHOWN = 12
 ID_DIGITS_MIN = 8
 REVISION_DIGITS_SHOWN = 8
-COLUMNS = ("space", "tenant", "epoch", "blocks", "bytes", "engines", "model", "blocks of")
+COLUMNS = ("space", "tenant", "epoch", "blocks", "engines", "model", "blocks of")
 
 
 @click.command()
@@ -36,7 +36,10 @@ def command(socket: str | None, as_json: bool) -> None:
     elif not spaces:
         click.echo("no spaces: no engine has attached yet, or a restart found none with blocks")
     else:
-        print_table(COLUMNS, [_row(space) for space in spaces], right=("bytes",))
+        tiers = by_speed(spaces[0]["used_bytes"])
+        columns = (*COLUMNS[:4], *(f"in {tier}" for tier in tiers), *COLUMNS[4:])
+        rows = [_row(space, tiers) for space in spaces]
+        print_table(columns, rows, right=columns[4 : 4 + len(tiers)])
 
 
 def read(client: KVClient) -> list[dict[str, Any]]:
@@ -51,14 +54,14 @@ def total_bytes(space: dict[str, Any]) -> int:
     return sum(space["used_bytes"].values())
 
 
-def _row(space: dict[str, Any]) -> list[Any]:
+def _row(space: dict[str, Any], tiers: list[str]) -> list[Any]:
     spec = space["spec"]
     return [
         space["space_id"][:ID_DIGITS_SHOWN],
         space["tenant"],
         space["epoch"],
         space["block_count"],
-        format_bytes(total_bytes(space)),
+        *(format_bytes(space["used_bytes"].get(tier, 0)) for tier in tiers),
         space["attachment_count"],
         f"{spec['model']} @ {spec['revision'][:REVISION_DIGITS_SHOWN]}",
         describe(spec),

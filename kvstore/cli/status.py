@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from kvstore.cli.admin import connected, socket_path
-from kvstore.cli.output import json_option, print_json, print_table, socket_option, target
+from kvstore.cli.output import (
+    by_speed,
+    json_option,
+    print_json,
+    print_table,
+    socket_option,
+    target,
+)
 from kvstore.core.sizes import format_bytes
 
 TIER_COLUMNS = ("tier", "used", "resting", "free", "of", "blocks", "state")
@@ -48,7 +55,7 @@ def _show(status: dict[str, Any], path: str) -> None:
     if status["reason"]:
         click.echo(status["reason"])
     click.echo()
-    tiers = [_tier_row(name, tier) for name, tier in status["tiers"].items()]
+    tiers = [_tier_row(name, status["tiers"][name]) for name in by_speed(status["tiers"])]
     print_table(TIER_COLUMNS, tiers, right=TIER_COLUMNS[1:-1])
     click.echo()
     print_table(("", ""), _rows(status), header=False)
@@ -58,10 +65,12 @@ def _tier_row(name: str, tier: dict[str, Any]) -> list[Any]:
     sizes = [
         format_bytes(tier[f"{kind}_bytes"]) for kind in ("used", "resting", "free", "capacity")
     ]
-    return [name, *sizes, tier["block_count"], _tier_state(tier)]
+    return [name, *sizes, tier["block_count"], _tier_state(name, tier)]
 
 
-def _tier_state(tier: dict[str, Any]) -> str:
+def _tier_state(name: str, tier: dict[str, Any]) -> str:
+    if name != "host":  # only memory is made present first
+        return str(tier["state"])
     present = tier["prefaulted_bytes"] / max(tier["capacity_bytes"], 1)
     state = str(tier["state"])
     return state if present >= 1 else f"{state}, {present:.0%} prefaulted"

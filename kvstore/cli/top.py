@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.cli.output import json_option, print_json, socket_option, target
+from kvstore.cli.output import by_speed, json_option, print_json, socket_option, target
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.errors import StoreUnavailable
 from kvstore.core.sizes import format_bytes
@@ -26,6 +26,8 @@ RATES = {
     "restored": "kvstore_restored_bytes_total",
     "copied": "kvstore_copied_bytes_total",
     "put blocks": "kvstore_put_blocks_total",
+    "written to disk": "kvstore_demoted_bytes_total",
+    "read from disk": "kvstore_promoted_bytes_total",
     "evicted blocks": "kvstore_evicted_blocks_total",
     "corrupt blocks": "kvstore_corrupt_blocks_total",
 }
@@ -133,7 +135,8 @@ class Watch:
         table = Table(box=None, pad_edge=False)
         for name in ("tier", "", "used", "of", "blocks", "state"):
             table.add_column(name, justify="right" if name in ("used", "of", "blocks") else "left")
-        for name, tier in sorted(self._status["tiers"].items()):
+        for name in by_speed(self._status["tiers"]):
+            tier = self._status["tiers"][name]
             capacity = tier["capacity_bytes"]
             table.add_row(
                 name,

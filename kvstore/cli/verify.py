@@ -11,7 +11,7 @@ from kvstore.core.sizes import format_bytes
 
 
 @click.command()
-@click.option("--tier", default="", metavar="TIER", help="Only this one, such as host.")
+@click.option("--tier", default="", metavar="TIER", help="Only this one: host or disk.")
 @socket_option
 @json_option
 def command(tier: str, socket: str | None, as_json: bool) -> None:

@@ -81,6 +81,7 @@ class AdminCalls:
         return response
 
     def flush(self, space_id: bytes = b"") -> pb.FlushResponse:
+        """Has blocks of a space, or of all, be on disk before it answers."""
         response: pb.FlushResponse = self._call(
             "Flush", pb.FlushRequest(space_id=space_id), LONG_SECONDS
         )

@@ -72,6 +72,15 @@ class Slots(msgspec.Struct, frozen=True):
     generations: np.ndarray
 
 
+class FailedBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a restore that are in no pool; with `inline` they can still be had in messages."""
+
+    first_block: int
+    block_count: int
+    reason: str
+    inline: bool = False
+
+
 class LookupResult(msgspec.Struct, frozen=True):
     """Answer to a lookup; `lease_id` 0 when nothing is leased."""
 
@@ -116,6 +125,13 @@ class PinResult(msgspec.Struct, frozen=True):
     pin_id: str
     block_count: int
     pinned_bytes: int
+
+
+class FlushResult(msgspec.Struct, frozen=True):
+    """Blocks of the host tier that are on disk, with all before them, and those that are not."""
+
+    durable_blocks: int
+    left_out_blocks: int
 
 
 class VerifyResult(msgspec.Struct):

@@ -9,7 +9,10 @@ from kvstore.core.spec import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """A tier now; used + free + resting = capacity."""
+    """A tier now; used + free + resting = capacity.
+
+    `state` is serving, or degraded for the reason that `problem` tells in a sentence.
+    """
 
     capacity_bytes: int
     used_bytes: int
@@ -17,13 +20,14 @@ class TierView:
     resting_bytes: int
     block_count: int
     state: str = "serving"
+    problem: str = ""
     prefaulted_bytes: int = 0
     locked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """The daemon now. `state` is starting, serving, draining or degraded."""
+    """The daemon now. `state` is starting, serving, draining or degraded, for `reason`."""
 
     state: str
     reason: str
@@ -46,7 +50,7 @@ class StatusView:
 
 @dataclass(frozen=True, slots=True)
 class SpaceView:
-    """A space now; `used_bytes` by tier."""
+    """A space now; `used_bytes` by tier. A block in several tiers counts once."""
 
     id: bytes
     spec: KVSpec

@@ -8,7 +8,7 @@ from typing import Any
 from kvstore.core.completion import Completion
 from kvstore.core.errors import FailedPrecondition, InvalidRequest, NotImplementedYet
 from kvstore.core.keys import BLOCK_KEY_BYTES
-from kvstore.core.plan import PinResult, VerifyResult
+from kvstore.core.plan import FlushResult, PinResult, VerifyResult
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
 from kvstore.server.status_messages import space_message, status_response, tenant_message
@@ -103,8 +103,14 @@ class AdminCalls:
         result = self._store.verify(translate.text("tier", request.tier))
         return mapped(result, verify_response)
 
-    def flush(self, session: Session, request: pb.FlushRequest) -> pb.FlushResponse:
-        raise FailedPrecondition("there is no disk tier to flush to; nothing outlives a reboot")
+    def flush(self, session: Session, request: pb.FlushRequest) -> Completion[pb.FlushResponse]:
+        if self._store.parts.disk is None:
+            raise FailedPrecondition(
+                "there is no disk tier to flush to; set tiers.disk.path and tiers.disk.size"
+            )
+        if request.space_id:
+            translate.digest("space_id", request.space_id, SPACE_ID_BYTES)
+        return mapped(self._store.flush(request.space_id or None), flush_response)
 
     def explain(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainResponse:
         raise NotImplementedYet("this version keeps no decision log; Explain has nothing to tell")
@@ -116,6 +122,12 @@ class AdminCalls:
 def pin_response(result: PinResult) -> pb.PinResponse:
     return pb.PinResponse(
         pin_id=result.pin_id, block_count=result.block_count, pinned_bytes=result.pinned_bytes
+    )
+
+
+def flush_response(result: FlushResult) -> pb.FlushResponse:
+    return pb.FlushResponse(
+        durable_blocks=result.durable_blocks, left_out_blocks=result.left_out_blocks
     )
 
 

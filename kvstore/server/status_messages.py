@@ -15,7 +15,7 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 _TIER_FIELDS = (
     "capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes",
-    "prefaulted_bytes", "locked_bytes",
+    "prefaulted_bytes", "locked_bytes", "problem",
 )  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import kvstore
 from kvstore.core.views import SpaceView, StatusView, TenantView, TierView
-from kvstore.store.parts import HOST, TIER_NAMES, Parts
+from kvstore.store.parts import Parts
+from kvstore.tiers.base import Tier
 
 if TYPE_CHECKING:
     from kvstore.store.kvstore import KVStore
@@ -16,10 +18,13 @@ if TYPE_CHECKING:
 def status_view(store: KVStore) -> StatusView:
     """What `kvstore status` tells."""
     parts = store.parts
+    tiers = {name: tier_view(tier) for name, tier in named_tiers(parts)}
+    problems = [f"{name}: {view.problem}" for name, view in tiers.items() if view.problem]
+    state = "draining" if parts.draining else "degraded" if problems else "serving"
     return StatusView(
-        state="draining" if parts.draining else "serving",
-        reason="",
-        tiers={TIER_NAMES[HOST]: tier_view(parts)},
+        state=state,
+        reason="; ".join(problems),
+        tiers=tiers,
         session_count=len(parts.sessions),
         lease_count=len(parts.leases),
         space_count=len(parts.spaces),
@@ -37,17 +42,24 @@ def status_view(store: KVStore) -> StatusView:
     )
 
 
-def tier_view(parts: Parts) -> TierView:
-    usage, host = parts.host.usage(), parts.host
+def named_tiers(parts: Parts) -> Iterator[tuple[str, Tier]]:
+    """Tiers with their names, the fastest first."""
+    return zip(parts.tier_names, parts.tiers, strict=True)
+
+
+def tier_view(tier: Tier) -> TierView:
+    usage, problem = tier.usage(), tier.problem
     return TierView(
         capacity_bytes=usage.capacity_bytes,
         used_bytes=usage.used_bytes,
         free_bytes=usage.free_bytes,
         resting_bytes=usage.resting_bytes,
         block_count=usage.block_count,
+        state="degraded" if problem else "serving",
+        problem=problem,
         # Only tiers over the machine's memory have pages to make present and to lock.
-        prefaulted_bytes=getattr(host, "prefaulted_bytes", 0),
-        locked_bytes=getattr(host, "locked_bytes", 0),
+        prefaulted_bytes=getattr(tier, "prefaulted_bytes", 0),
+        locked_bytes=getattr(tier, "locked_bytes", 0),
     )
 
 
@@ -61,16 +73,18 @@ def space_views(parts: Parts) -> list[SpaceView]:
     accounts = parts.residency.accounts
     views = []
     for space in parts.spaces.values():
-        used = accounts.space_used(HOST, space)
+        used = {
+            name: accounts.space_used(number, space) for number, name in enumerate(parts.tier_names)
+        }
         views.append(
             SpaceView(
                 id=space.id,
                 spec=space.spec,
                 tenant=space.tenant,
                 epoch=space.epoch,
-                block_count=used // (space.slot_bytes * space.shard_count),
+                block_count=max(used.values()) // (space.slot_bytes * space.shard_count),
                 attachment_count=attached.get(space.number, 0),
-                used_bytes={TIER_NAMES[HOST]: used},
+                used_bytes=used,
             )
         )
     return views
@@ -81,12 +95,17 @@ def tenant_views(parts: Parts) -> list[TenantView]:
 
 
 def tenant_view(parts: Parts, tenant: str) -> TenantView:
-    quota = parts.residency.quota(tenant, HOST)
-    name = TIER_NAMES[HOST]
+    residency, names = parts.residency, parts.tier_names
+    quotas = {name: residency.quota(tenant, number) for number, name in enumerate(names)}
+    caps = {name: quota.cap_bytes for name, quota in quotas.items()}
+    floors = {name: quota.floor_bytes for name, quota in quotas.items()}
     return TenantView(
         tenant=tenant,
         isolated=parts.pool_of(tenant) == tenant,
-        used_bytes={name: parts.residency.accounts.tenant_used(HOST, tenant)},
-        cap_bytes={} if quota.cap_bytes is None else {name: quota.cap_bytes},
-        floor_bytes={} if quota.floor_bytes is None else {name: quota.floor_bytes},
+        used_bytes={
+            name: residency.accounts.tenant_used(number, tenant)
+            for number, name in enumerate(names)
+        },
+        cap_bytes={name: cap for name, cap in caps.items() if cap is not None},
+        floor_bytes={name: floor for name, floor in floors.items() if floor is not None},
     )

@@ -325,16 +325,18 @@ class RestoreRequest(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("first_block", "block_count", "slots", "failed_reason")
+    __slots__ = ("first_block", "block_count", "slots", "failed_reason", "inline")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     FAILED_REASON_FIELD_NUMBER: _ClassVar[int]
+    INLINE_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     block_count: int
     slots: SlotRuns
     failed_reason: str
-    def __init__(self, first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., slots: _Optional[_Union[SlotRuns, _Mapping]] = ..., failed_reason: _Optional[str] = ...) -> None: ...
+    inline: bool
+    def __init__(self, first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., slots: _Optional[_Union[SlotRuns, _Mapping]] = ..., failed_reason: _Optional[str] = ..., inline: _Optional[bool] = ...) -> None: ...
 
 class CancelRestoreRequest(_message.Message):
     __slots__ = ("lease_id",)
@@ -673,7 +675,7 @@ class StatusResponse(_message.Message):
     def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Mapping[str, TierStatus]] = ..., session_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., space_count: _Optional[int] = ..., policy: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., block_count: _Optional[int] = ..., readopted_blocks: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reservation_count: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pin_count: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes", "prefaulted_bytes", "locked_bytes")
+    __slots__ = ("capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes", "prefaulted_bytes", "locked_bytes", "problem")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -682,6 +684,7 @@ class TierStatus(_message.Message):
     RESTING_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREFAULTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     used_bytes: int
     block_count: int
@@ -690,7 +693,8 @@ class TierStatus(_message.Message):
     resting_bytes: int
     prefaulted_bytes: int
     locked_bytes: int
-    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., state: _Optional[str] = ..., free_bytes: _Optional[int] = ..., resting_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., locked_bytes: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., state: _Optional[str] = ..., free_bytes: _Optional[int] = ..., resting_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., locked_bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class SpaceStatus(_message.Message):
     __slots__ = ("space_id", "spec", "tenant", "epoch", "block_count", "used_bytes", "attachment_count")

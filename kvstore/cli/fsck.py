@@ -1,0 +1,68 @@
+"""`kvstore fsck`: checks the files of a disk tier that no daemon uses, and mends them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.cli.admin import counted
+from kvstore.cli.output import finish, json_option, print_json
+from kvstore.core.errors import ConfigError
+
+MARKS = ("format.json", "segments", "index", "epochs", "epochs.copy")
+
+
+@click.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--repair", is_flag=True, help="Mend what is found; what cannot be mended goes.")
+@json_option
+def command(directory: Path, repair: bool, as_json: bool) -> None:
+    """Check every file of the disk tier in DIR: headers, payloads, index, epochs, modes.
+
+    The daemon must not run. Without --repair nothing is changed; with it, blocks that are damaged
+    are dropped, so that what is left is right. Exit 1 if damage remains.
+    """
+    from kvstore.locks import FileLock
+    from kvstore.tiers.disk.fsck import fsck
+
+    if not any((directory / mark).exists() for mark in MARKS):
+        raise ConfigError(f"{directory} is no disk tier's directory; pass tiers.disk.path")
+    lock = FileLock(directory / "LOCK", f"the disk tier in {directory}")
+    try:
+        with progress_bar() as progress:
+            findings = fsck(directory, repair, progress)
+    finally:
+        lock.release()
+    _report([finding._asdict() for finding in findings], as_json)
+
+
+def _report(findings: list[dict[str, Any]], as_json: bool) -> None:
+    left = sum(not finding["repaired"] for finding in findings)
+    if as_json:
+        print_json({"findings": findings, "damage_remains": left > 0})
+    else:
+        for finding in findings:
+            mended = f"; repaired: {finding['repair']}" if finding["repaired"] else ""
+            click.echo(f"{finding['what']}{mended}")
+        said = counted(len(findings), "finding") if findings else "all is well"
+        click.echo(f"{said}, {left:,} not repaired" if left else said)
+    finish(not left)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal's standard error how much is done; what it yields takes (done, all)."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("checking", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
