@@ -52,13 +52,11 @@ class Finding(NamedTuple):
 @config_option
 @click.option(
     "--directory",
-    default=".",
-    show_default=True,
     metavar="DIR",
-    help="Where to try direct I/O, as a disk tier would need it.",
+    help="Where to try direct I/O, as a disk tier would need it; else tiers.disk.path, or here.",
 )
 @json_option
-def command(config_path: Path | None, directory: str, as_json: bool) -> None:
+def command(config_path: Path | None, directory: str | None, as_json: bool) -> None:
     """Look at this machine: limits, memory, file systems, versions.
 
     Every finding is ok, warn or fail and says the fix. Exit 1 if any is fail.
@@ -72,14 +70,16 @@ def command(config_path: Path | None, directory: str, as_json: bool) -> None:
     finish(all(finding.status != FAIL for finding in findings))
 
 
-def examine(config_path: Path | None, directory: str) -> list[Finding]:
+def examine(config_path: Path | None, directory: str | None = None) -> list[Finding]:
     config, verdict = _configuration(config_path)
     findings = [verdict]
     if config is not None:
         findings += [_memlock(config), _memory_file_system(config), hugepages(config, meminfo())]
+        findings += disk(config)
+        directory = directory or config.tiers.disk.path
     checks: tuple[Callable[[], Finding], ...] = (_cgroup, _user, _open_files, _kernel)
     findings += [check() for check in checks]
-    return [*findings, direct_io(directory), *_versions()]
+    return [*findings, direct_io(directory or "."), *_versions()]
 
 
 def _configuration(path: Path | None) -> tuple[Config | None, Finding]:
@@ -184,6 +184,72 @@ def _kernel() -> Finding:
     if sys.platform != "linux":
         return Finding("kernel", FAIL, found, "run on Linux: sealed memory and SO_PEERCRED need it")
     return Finding("kernel", OK, found)
+
+
+def disk(config: Config) -> list[Finding]:
+    """What a disk tier needs of its directory and file system; nothing where there is none."""
+    if not config.tiers.disk.path:
+        return []
+    path = Path(config.tiers.disk.path)
+    return [_disk_directory(path), _disk_file_system(path), _disk_room(config)]
+
+
+def _disk_directory(path: Path) -> Finding:
+    if not path.exists():
+        if os.access(path.parent, os.W_OK | os.X_OK):
+            return Finding("disk directory", OK, f"{path} is not there yet and can be made")
+        return Finding(
+            "disk directory", FAIL, f"{path} is not there, and uid {os.geteuid()} cannot make it",
+            f"run `install -d -m 700 -o UID {path}` with the daemon's user",
+        )  # fmt: skip
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        return Finding(
+            "disk directory", FAIL, f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}",
+            "run this, and the daemon, as its owner, or choose another tiers.disk.path",
+        )  # fmt: skip
+    if status.st_mode & 0o077:
+        return Finding(
+            "disk directory", FAIL, f"{path} has mode {status.st_mode & 0o777:03o}: others get in",
+            f"run `chmod 700 {path}`",
+        )  # fmt: skip
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Finding(
+            "disk directory", FAIL, f"{path} cannot be written", f"run `chmod 700 {path}` or "
+            "mount its file system writable",
+        )  # fmt: skip
+    return Finding("disk directory", OK, f"{path}, private and writable")
+
+
+def _disk_file_system(path: Path) -> Finding:
+    kind = file_system_type(existing_parent(str(path)))
+    if kind in MEMORY_FILE_SYSTEMS:
+        return Finding(
+            "disk file system", WARN, f"{path} is on {kind}: memory, gone with a reboot",
+            "set tiers.disk.path to a directory on a local disk",
+        )  # fmt: skip
+    if kind == "overlay":
+        return Finding(
+            "disk file system", WARN, f"{path} is in a container's own layer, gone with it",
+            "mount a volume and set tiers.disk.path to a directory on it",
+        )  # fmt: skip
+    return Finding("disk file system", OK, f"{path}: {kind or 'type unknown'}")
+
+
+def _disk_room(config: Config) -> Finding:
+    path, reserve = config.tiers.disk.path, int(config.tiers.disk.reserve)
+    machine = LocalMachine()
+    free, present = machine.file_system_free_bytes(path), machine.directory_bytes(path)
+    found = (
+        f"{format_bytes(config.disk_bytes)}, {format_bytes(present)} of it taken; "
+        f"{format_bytes(free)} free, {format_bytes(reserve)} of that stay free"
+    )
+    if free < reserve:
+        return Finding(
+            "disk room", WARN, f"{found}: the tier grows no more",
+            "free some space or lower tiers.disk.reserve",
+        )  # fmt: skip
+    return Finding("disk room", OK, found)
 
 
 def direct_io(directory: str) -> Finding:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.doctor import direct_io, examine, file_system_type, hugepages
+from kvstore.cli.doctor import direct_io, disk, examine, file_system_type, hugepages
 from kvstore.cli.main import run
 from kvstore.core.config import load
 from kvstore.core.machine import FixedMachine
@@ -70,3 +70,47 @@ def test_direct_io_is_tried(tmp_path: Path) -> None:
 def test_file_system_type_is_the_nearest_mounts() -> None:
     """/proc is a proc file system, whatever the root is on."""
     assert file_system_type(Path("/proc/self")) == "proc"
+
+
+def disk_findings(path: Path) -> dict[str, tuple[str, str]]:
+    tiers = {"disk": {"path": str(path), "size": "16MiB", "reserve": "1MiB"}}
+    config = load(None, {}, FixedMachine(), {"tiers": tiers})
+    return {
+        finding.check: (finding.status, finding.found + finding.fix) for finding in disk(config)
+    }
+
+
+def test_a_disk_tiers_directory_is_looked_at(tmp_path: Path) -> None:
+    """With a disk tier: whether its directory can be had, is private, lasts, and has room."""
+    path = tmp_path / "disk"
+    found = disk_findings(path)
+    assert set(found) == {"disk directory", "disk file system", "disk room"}
+    assert found["disk directory"][0] == "ok"
+    assert not path.exists()
+    path.mkdir(mode=0o755)
+    path.chmod(0o755)
+    assert found["disk room"][0] == "ok"
+    assert disk_findings(path)["disk directory"] == (
+        "fail", f"{path} has mode 755: others get inrun `chmod 700 {path}`",
+    )  # fmt: skip
+    path.chmod(0o700)
+    assert disk_findings(path)["disk directory"][0] == "ok"
+
+
+def test_a_disk_in_memory_is_a_warning() -> None:
+    """A disk tier on a memory file system works, but nothing of it outlives a reboot."""
+    status, text = disk_findings(Path("/dev/shm/kvstore-doctor"))["disk file system"]
+    assert status == "warn"
+    assert "gone with a reboot" in text
+
+
+def test_direct_io_is_tried_where_the_disk_tier_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --directory it is the configured path, and without one the current directory."""
+    file = tmp_path / "kvstore.toml"
+    file.write_text(f'[tiers.disk]\npath = "{tmp_path}/d"\nsize = "16MiB"\nreserve = "1MiB"')
+    monkeypatch.chdir("/")
+    for config, where in ((file, str(tmp_path)), (None, "/:")):
+        found = {finding.check: finding.found for finding in examine(config)}
+        assert found["direct I/O"].startswith(where)
