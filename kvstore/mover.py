@@ -16,7 +16,13 @@ from kvstore.core.fair import FairQueue
 
 COPY_LINK = "staging>host"
 CHECK_LINK = "host>check"
+WRITE_LINK = "host>disk"
+READ_LINK = "disk>host"
+DISK_CHECK_LINK = "disk>check"
+RECORD_LINK = "record"  # small files that say which blocks are void; one thread keeps their order
 LINKS = (COPY_LINK, CHECK_LINK)
+DISK_LINKS = (WRITE_LINK, READ_LINK, DISK_CHECK_LINK)
+CLOSE_SECONDS = 10.0
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -99,9 +105,13 @@ class ThreadMover:
     def queued_bytes(self, link: str) -> int:
         return self._links[link].queued_bytes()
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Waits at most `seconds` for what is queued: a hanging disk keeps nobody from leaving."""
         for link in self._links.values():
             link.close()
+        end = perf_seconds() + seconds
+        for link in self._links.values():
+            link.join(end)
 
 
 class _Link:
@@ -137,8 +147,10 @@ class _Link:
         with self._wake:
             self._closing = True
             self._wake.notify_all()
+
+    def join(self, until: float) -> None:
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - perf_seconds()))
 
     def _next(self) -> Job | None:
         with self._wake:

@@ -196,6 +196,13 @@ class Tier(Protocol):
         """
         ...
 
+    def report_bad(self, places: Sequence[int]) -> None:
+        """What was read from these places was not what had been written there.
+
+        They are discarded next; a slot that is reported again and again is not used any more.
+        """
+        ...
+
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
         """Published places to move away so that slots of this size can be made of their memory.
 
@@ -211,6 +218,10 @@ class Tier(Protocol):
 
     def check_integrity(self) -> None:
         """Asserts that the books agree with each other and with the medium; for tests and fsck."""
+        ...
+
+    def probe(self) -> None:
+        """Looks at the medium again: what room it has, whether a problem is over. For workers."""
         ...
 
     def close(self, keep: bool = True) -> None:

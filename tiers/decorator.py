@@ -78,6 +78,9 @@ class TierDecorator:
     def finish_recovery(self) -> list[int]:
         return self.inner.finish_recovery()
 
+    def report_bad(self, places: Sequence[int]) -> None:
+        self.inner.report_bad(places)
+
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
         return self.inner.drain_candidates(payload_bytes, symbol_bytes, pool)
 
@@ -86,6 +89,9 @@ class TierDecorator:
 
     def check_integrity(self) -> None:
         self.inner.check_integrity()
+
+    def probe(self) -> None:
+        self.inner.probe()
 
     def close(self, keep: bool = True) -> None:
         self.inner.close(keep)

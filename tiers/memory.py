@@ -199,6 +199,9 @@ class MemoryTier:
             self._slots[place].record = None
         return sorted(resting)
 
+    def report_bad(self, places: Sequence[int]) -> None:
+        pass
+
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
         return []
 
@@ -215,6 +218,9 @@ class MemoryTier:
             published = [slot for slot in slots if slot.state is SlotState.PUBLISHED]
             assert room.block_count == len(published), f"pool {name!r} miscounts blocks"
             assert all(slot.record is not None for slot in published), "published without header"
+
+    def probe(self) -> None:
+        pass
 
     def close(self, keep: bool = True) -> None:
         if not keep:

@@ -21,16 +21,19 @@ CHUNK_BYTES = 1 << 20
 
 def fetch(match: Match, target: BlockBuffers, timeout: float) -> None:
     """Fills `target` with the match's blocks; every block is checked against its checksum."""
-    index = 0
     for blocks in match.ranges:
-        _fetch_range(match, blocks, target, index, timeout)
-        index += len(blocks)
+        fetch_range(match, blocks, target, timeout)
 
 
-def _fetch_range(
-    match: Match, blocks: range, target: BlockBuffers, index: int, timeout: float
-) -> None:
+def fetch_range(match: Match, blocks: range, target: BlockBuffers, timeout: float) -> None:
+    """Fills what `target` has for `blocks`, which lie in one of the match's ranges."""
     assert match.lease is not None
+    index = 0
+    for stretch in match.ranges:
+        if blocks.start in stretch:
+            index += blocks.start - stretch.start
+            break
+        index += len(stretch)
     request = pb.FetchInlineRequest(
         lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks)
     )

@@ -34,9 +34,13 @@ class Located:
         self.ranges = ranges
         self.runs: list[SlotRun] = []
         self.complete = False  # every block's slot is known, and the runs are in order
+        self.inline: list[range] = []  # blocks that are in no pool, and have to be sent
 
     def add(self, first_block: int, slots: pb.SlotRuns) -> None:
-        """Takes over the slots of consecutive blocks, where the match restores them."""
+        """Takes over the slots of consecutive blocks, where the match restores them.
+
+        A run with a negative place is of blocks that lie in no pool yet.
+        """
         places, generations, counts = unpack(slots)
         ranges = self.ranges
         try:
@@ -45,6 +49,7 @@ class Located:
                 and ranges[0].start == first_block
                 and len(ranges[0]) == sum(counts)
                 and not self.runs
+                and min(places) >= 0
             ):
                 # The usual answer: all blocks of the only range, and no others.
                 pools, starts = self.attachment.pools, [0, *accumulate(counts[:-1])]
@@ -66,7 +71,7 @@ class Located:
         step, pools = self.attachment.place_step, self.attachment.pools
         for place, generation, count in entries:
             index = 0
-            for blocks in self.ranges:
+            for blocks in self.ranges if place >= 0 else ():
                 low = max(blocks.start, first_block)
                 high = min(blocks.stop, first_block + count)
                 if low < high:
@@ -78,6 +83,13 @@ class Located:
                 index += len(blocks)
             first_block += count
 
+    def send_inline(self, first_block: int, count: int) -> None:
+        """These blocks found no room in the pools; those of the match have to be sent."""
+        for blocks in self.ranges:
+            low, high = max(blocks.start, first_block), min(blocks.stop, first_block + count)
+            if low < high:
+                self.inline.append(range(low, high))
+
     def missing(self) -> list[range]:
         """Blocks whose slot is not known yet."""
         if self.complete:
@@ -86,6 +98,12 @@ class Located:
         found, index = [], 0
         for blocks in self.ranges:
             at = index
+            sent = [
+                (index + r.start - blocks.start, index + r.stop - blocks.start)
+                for r in self.inline
+                if r.start in blocks
+            ]
+            known = sorted([*known, *sent])
             for start, stop in [*known, (index + len(blocks), 0)]:
                 start = min(max(start, index), index + len(blocks))
                 if at < start:

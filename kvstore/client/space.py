@@ -108,16 +108,18 @@ class Space:
         """A read-only view of each block that the plan loads; waits until all are in memory.
 
         The views are the store's own memory: what was read is right only if `match.check()`
-        passes afterwards, and they must not be read after `match.release()`.
+        passes afterwards, and they must not be read after `match.release()`. They are copies where
+        the store's memory is not mapped or has no room for all of the blocks.
         """
         if not match.block_count:
             return []
         attachment = self._readable(match)
-        if not attachment.pools:
+        located = self._place(match) if attachment.pools else None
+        if located is None or located.inline:
             copies = np.empty((match.block_count, attachment.block_bytes), np.uint8)
             self.restore_into(match, copies)
             return [row.data.toreadonly() for row in copies]
-        views = self._place(match).views()
+        views = located.views()
         match.check()
         return views
 
@@ -137,8 +139,15 @@ class Space:
         if not attachment.pools:
             inline.fetch(match, target, self._link.timeouts.put_seconds)
             return
-        self._place(match).copy(target)
+        self._copy(match, target)
+
+    def _copy(self, match: Match, target: BlockBuffers) -> None:
+        """Copies from the pools, and has sent what the daemon had no room for in them."""
+        located = self._place(match)
+        located.copy(target)
         match.check()
+        for blocks in located.inline:
+            inline.fetch_range(match, blocks, target, self._link.timeouts.put_seconds)
 
     def _readable(self, match: Match) -> Attachment:
         self._link.check_process()
@@ -158,12 +167,15 @@ class Space:
             )
             limit = self._link.timeouts.put_seconds
             for part in match.attachment.session.stream("Restore", request, limit):
-                if part.failed_reason:
+                if part.inline:
+                    located.send_inline(part.first_block, part.block_count)
+                elif part.failed_reason:
                     raise NotFound(
                         f"blocks {part.first_block} to {part.first_block + part.block_count - 1} "
                         f"cannot be had: {part.failed_reason}; recompute them"
                     )
-                located.add(part.first_block, part.slots)
+                else:
+                    located.add(part.first_block, part.slots)
         if left := located.missing():
             raise NotFound(f"the daemon did not say where block {left[0].start} is; recompute it")
         return located

@@ -7,6 +7,7 @@ from operator import sub
 
 import numpy as np
 
+from kvstore.core.block import NO_PLACE
 from kvstore.core.errors import InvalidRequest
 
 _EMPTY_PLACES = np.empty(0, dtype=np.int64)
@@ -21,8 +22,9 @@ def encode_slots(
 ) -> tuple[bytes, bytes, bytes]:
     """Packs `places` (int64) and `generations` (uint64), one a block, into runs.
 
-    Within a run places step by `step` (a slot's bytes >> 12) and generations by 1. Returns first
-    places (int64), first generations (uint64) and block counts (uint32), little-endian.
+    Within a run places step by `step` (a slot's bytes >> 12) and generations by 1; a run of place
+    NO_PLACE is blocks without a slot. Returns first places (int64), first generations (uint64) and
+    block counts (uint32), little-endian.
     """
     count = len(places)
     if not count:
@@ -32,6 +34,8 @@ def encode_slots(
     if count <= len(_RAMP) and _is_one_run(places, generations, step):
         return places[:1].tobytes(), generations[:1].tobytes(), count.to_bytes(4, "little")
     breaks = (np.diff(places) != step) | (np.diff(generations) != 1)
+    absent = places == NO_PLACE
+    breaks = np.where(absent[1:] & absent[:-1], False, breaks | absent[:-1])
     first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     counts = np.diff(first, append=count).astype("<u4")
     return (
@@ -45,7 +49,8 @@ def _encode_few(places: list[int], generations: list[int], step: int) -> tuple[b
     """As `encode_slots`, without arrays: they cost more than so few blocks are worth."""
     count, place, generation = len(places), places[0], generations[0]
     if (
-        places[-1] - place == (count - 1) * step
+        place >= 0
+        and places[-1] - place == (count - 1) * step
         and places == list(range(place, place + count * step, step))
         and generations == list(range(generation, generation + count))
     ):
@@ -53,7 +58,10 @@ def _encode_few(places: list[int], generations: list[int], step: int) -> tuple[b
     first_places, first_generations, starts = [place], [generation], [0]
     for i in range(1, count):
         place, generation = place + step, generation + 1
-        if places[i] != place or generations[i] != generation:
+        absent = places[i - 1] == NO_PLACE
+        if absent and places[i] == NO_PLACE:
+            continue
+        if absent or places[i] != place or generations[i] != generation:
             place, generation = places[i], generations[i]
             first_places.append(place)
             first_generations.append(generation)
@@ -69,7 +77,7 @@ def _encode_few(places: list[int], generations: list[int], step: int) -> tuple[b
 
 def _is_one_run(places: np.ndarray, generations: np.ndarray, step: int) -> bool:
     first, count = int(places[0]), len(places)
-    if int(places[-1]) - first != (count - 1) * step:
+    if first < 0 or int(places[-1]) - first != (count - 1) * step:
         return False
     # Comparing bytes costs a third of comparing arrays.
     ramp = _RAMP[:count]
@@ -93,10 +101,11 @@ def decode_slots(
     sizes = np.frombuffer(counts, dtype="<u4").astype(np.int64)
     if len(sizes) == 1:
         ramp = np.arange(int(sizes[0]), dtype=np.int64)
+        if first_places[0] == NO_PLACE:
+            ramp[:] = 0
         return first_places[0] + ramp * step, first_generations[0] + ramp.view(np.uint64)
     ends = np.cumsum(sizes)
     ramp = np.arange(int(ends[-1]), dtype=np.int64) - np.repeat(ends - sizes, sizes)
-    return (
-        np.repeat(first_places, sizes) + ramp * step,
-        np.repeat(first_generations, sizes) + ramp.view(np.uint64),
-    )
+    starts = np.repeat(first_places, sizes)
+    ramp[starts == NO_PLACE] = 0
+    return starts + ramp * step, np.repeat(first_generations, sizes) + ramp.view(np.uint64)

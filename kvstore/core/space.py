@@ -12,12 +12,13 @@ class Space:
 
     `block_bytes` is the payload of one shard's block, `slot_bytes` what it takes in a tier.
     Commits and records carry the epoch they belong to; an older one never counts. While it is
-    `closing` (a clear is under way) nothing of it is found and nothing is taken in.
+    `closing` (a clear is under way) nothing of it is found and nothing is taken in. Until it is
+    `recorded`, that is written down, no block of it goes to disk: nobody would know it again.
     """
 
     __slots__ = (
-        "block_bytes", "closing", "epoch", "id", "number", "pool", "shard_count", "slot_bytes",
-        "spec", "tenant",
+        "block_bytes", "closing", "epoch", "id", "number", "pool", "recorded", "shard_count",
+        "slot_bytes", "spec", "tenant",
     )  # fmt: skip
 
     def __init__(self, number: int, spec: KVSpec, tenant: str, pool: str = "", epoch: int = 0):
@@ -28,6 +29,7 @@ class Space:
         self.pool = pool
         self.epoch = epoch
         self.closing = False
+        self.recorded = True
         self.shard_count = spec.shard_count
         self.block_bytes = spec.block_bytes
         self.slot_bytes = slot_bytes(spec.block_bytes)

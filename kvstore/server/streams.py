@@ -12,7 +12,7 @@ from typing import Any
 from kvstore.core.completion import Completion
 from kvstore.core.errors import InvalidRequest, LeaseLost
 from kvstore.core.lease import Lease
-from kvstore.core.plan import Slots
+from kvstore.core.plan import FailedBlocks, Slots
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
 from kvstore.server.steps import Driver, Steps, error_of
@@ -70,7 +70,7 @@ class _Restore:
         self._forget = forget
         self._over = False
 
-    def emit(self, item: Slots | tuple[int, int, str]) -> None:
+    def emit(self, item: Slots | FailedBlocks) -> None:
         if not self._over:
             self._emit(translate.restore_response(item, self._space))
 

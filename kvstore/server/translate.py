@@ -8,7 +8,15 @@ from typing import Any
 
 from kvstore.core.errors import InvalidRequest, LimitReached, NotFound, SpecMismatch
 from kvstore.core.keys import EXTRA_DIGEST_BYTES, Chain, hash_chain, token_chain
-from kvstore.core.plan import NO_HINTS, CommitRun, LookupResult, Query, ReuseHints, Slots
+from kvstore.core.plan import (
+    NO_HINTS,
+    CommitRun,
+    FailedBlocks,
+    LookupResult,
+    Query,
+    ReuseHints,
+    Slots,
+)
 from kvstore.core.slots import encode_slots
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec
@@ -219,11 +227,13 @@ def fill_slots(target: pb.SlotRuns, slots: Slots, space: Space) -> None:
     target.counts = counts
 
 
-def restore_response(item: Slots | tuple[int, int, str], space: Space) -> pb.RestoreResponse:
-    """Blocks that are readable now, or `(first, count, reason)` of blocks that cannot be had."""
-    if not isinstance(item, Slots):
-        first, count, reason = item
-        return pb.RestoreResponse(first_block=first, block_count=count, failed_reason=reason)
+def restore_response(item: Slots | FailedBlocks, space: Space) -> pb.RestoreResponse:
+    """Blocks that are readable now, or that cannot be had this way."""
+    if isinstance(item, FailedBlocks):
+        return pb.RestoreResponse(
+            first_block=item.first_block, block_count=item.block_count,
+            failed_reason=item.reason, inline=item.inline,
+        )  # fmt: skip
     message = pb.RestoreResponse(first_block=item.first_block, block_count=len(item.places))
     fill_slots(message.slots, item, space)
     return message

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvstore.core.completion import Completion
 from kvstore.core.errors import InvalidRequest, NotFound, TierError
 from kvstore.core.plan import BlockOutcome, CommitResult, CommitRun
+from kvstore.core.space import Space
 from kvstore.mover import COPY_LINK, Job, Moved
 from kvstore.store.parts import HOST, Parts
 from kvstore.store.publish import Publisher
@@ -46,10 +49,20 @@ class _Copy:
 
 
 class CommitFlow:
-    """Publishes reserved blocks once their bytes are ours and checksummed."""
+    """Publishes reserved blocks once their bytes are ours and checksummed.
 
-    def __init__(self, parts: Parts, table: ReservationTable, publisher: Publisher) -> None:
+    `stored(space)` hears that blocks of a space became READY.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        table: ReservationTable,
+        publisher: Publisher,
+        stored: Callable[[Space], None] = lambda space: None,
+    ) -> None:
         self._parts = parts
+        self._stored = stored
         self._table = table
         self._publisher = publisher
 
@@ -150,6 +163,7 @@ class CommitFlow:
         self._table.committed(reservation, positions)
         ready = self._publisher.publish(runs)
         self._table.published(attachment.space.number)
+        self._stored(attachment.space)
         if reservation.anchor.run is None:
             return bytes(len(places))
         return bytes(BlockOutcome.STORED if p in ready else BlockOutcome.PENDING for p in places)

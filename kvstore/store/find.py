@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.policies.index import Span
-from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
+from kvstore.store.parts import SLICE_BLOCKS, Parts
 from kvstore.store.slices import RunScan
 
 
@@ -23,12 +23,10 @@ def find_key(parts: Parts, key: bytes, found: Callable[[Any, int], None], absent
             run = scan.next()
             left -= run.count if run is not None else 1
             if run is not None:
-                places = parts.index.places([Span(run, 0, run.ready)], HOST, 0).tolist()
-                for i, place in enumerate(places):
-                    header = parts.header(place) if parts.host.generation(place) else None
-                    if header is not None and header.key == key:
-                        found(run, i)
-                        return
+                keys = parts.index.keys(Span(run, 0, run.ready))
+                if key in keys:
+                    found(run, keys.index(key))
+                    return
         if scan.is_over:
             absent()
         else:

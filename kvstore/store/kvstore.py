@@ -20,6 +20,8 @@ from kvstore.core.plan import (
     NO_HINTS,
     CommitResult,
     CommitRun,
+    FailedBlocks,
+    FlushResult,
     LookupResult,
     Query,
     ReserveResult,
@@ -29,18 +31,23 @@ from kvstore.core.plan import (
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec, space_id
 from kvstore.core.views import StatusView
+from kvstore.mover import RECORD_LINK, Job, Moved
 from kvstore.policies.index import Span
 from kvstore.store.commit import CommitFlow
+from kvstore.store.demote import begin_conveyors
 from kvstore.store.evict import Remover
+from kvstore.store.flush import FlushFlow
 from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.operators import OperatorCalls
-from kvstore.store.parts import HOST, Parts
+from kvstore.store.parts import DISK, HOST, Parts
+from kvstore.store.promote import Promoter
 from kvstore.store.publish import Publisher
 from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import ReservationTable
 from kvstore.store.reserve import ReserveFlow
 from kvstore.store.restore import RestoreFlow
+from kvstore.store.room import HostRoom
 from kvstore.store.sessions import Attachment, Identity, Session
 from kvstore.store.verify import Verifier
 from kvstore.store.views import status_view
@@ -60,12 +67,17 @@ class KVStore(OperatorCalls):
         self.started = parts.clock.now()
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
-        self._lookups = LookupFlow(parts, self.verifier)
-        self._restores = RestoreFlow(parts, self._lookups, self.remover)
-        self._reserves = ReserveFlow(
-            parts, self.reservations, self.remover, Relocator(parts, self.remover)
+        room = HostRoom(parts, self.remover, Relocator(parts, self.remover))
+        self._promoter = Promoter(parts, self.remover, room)
+        self._lookups = LookupFlow(parts, self.verifier, self._promoter)
+        self._restores = RestoreFlow(parts, self._lookups, self.remover, self._promoter)
+        self._reserves = ReserveFlow(parts, self.reservations, self.remover, room)
+        self._commits = CommitFlow(
+            parts, self.reservations, Publisher(parts, self.remover), self.behind.poke
         )
-        self._commits = CommitFlow(parts, self.reservations, Publisher(parts, self.remover))
+        self._flushes = FlushFlow(parts, self.behind)
+        if parts.disk is not None:
+            begin_conveyors(parts)
 
     @property
     def events(self) -> Any:
@@ -161,6 +173,8 @@ class KVStore(OperatorCalls):
         parts = self.parts
         space = parts.spaces.get(space_id(spec, tenant))
         if space is not None:
+            if not space.recorded:
+                self._remember(space)
             return space
         if len(parts.spaces) >= parts.limits.spaces:
             parts.recorder.limit_rejected("spaces")
@@ -169,9 +183,22 @@ class KVStore(OperatorCalls):
             )
         space = Space(len(parts.spaces) + 1, spec, tenant, parts.pool_of(tenant))
         space.epoch = parts.record.epoch_of(space.id)
-        parts.record.remember(space)
+        self._remember(space)
         parts.spaces[space.id] = space
         return space
+
+    def _remember(self, space: Space) -> None:
+        """Has a new space written down, so that its blocks are known after a restart."""
+        record = self.parts.record
+        if not record.durable_slow:
+            record.remember(space)
+            return
+        space.recorded = False
+
+        def done(moved: Moved) -> None:
+            space.recorded = moved.error is None
+
+        self.parts.mover.submit(Job(RECORD_LINK, "", 0, 0, lambda: record.remember(space), done))
 
     def pools(self, attachment: Attachment) -> list[SharedPool]:
         """Pools that the attachment's client may map, read-only."""
@@ -195,7 +222,7 @@ class KVStore(OperatorCalls):
         lease_id: int,
         first_block: int,
         block_count: int,
-        emit: Callable[[Slots], None],
+        emit: Callable[[Slots | FailedBlocks], None],
     ) -> Completion[None]:
         self.parts.leases.flush()
         return self._restores.restore(session, lease_id, first_block, block_count, emit)
@@ -261,6 +288,10 @@ class KVStore(OperatorCalls):
     ) -> Completion[list[CommitResult]]:
         return self._commits.commit(session, reservation_id, runs)
 
+    def flush(self, space_id: bytes | None = None) -> Completion[FlushResult]:
+        """Writes what disk lacks of a space, or of all; answers when it is durable."""
+        return self._flushes.flush(space_id)
+
     def abort(self, session: Session, reservation_id: int) -> None:
         """Gives up what of a reservation is not committed; unknown ids are ignored."""
         reservation = self.reservations.get(reservation_id)
@@ -297,6 +328,8 @@ class KVStore(OperatorCalls):
         self.pins.tick(now)
         for retired in parts.retired:
             retired.tick(now)
+        self._promoter.tick()
+        self.behind.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:
                 self.close_session(session, "silent")
@@ -307,7 +340,8 @@ class KVStore(OperatorCalls):
         parts.leases.flush()
         parts.index.check_integrity()
         parts.residency.check_integrity()
-        parts.host.check_integrity()
+        for tier in parts.tiers:
+            tier.check_integrity()
         parts.leases.check_integrity()
         self.reservations.check_integrity()
         self._check_slots()
@@ -324,6 +358,14 @@ class KVStore(OperatorCalls):
             for shard in range(run.root.space.shard_count)
         )
         assert used == parts.host.usage().used_bytes, "slots are in use that nobody knows"
+        self._check_disk_slots()
+
+    def _check_disk_slots(self) -> None:
+        """On disk every slot in use belongs to a block."""
+        parts = self.parts
+        if parts.disk is not None:
+            slots = sum(run.resident_in(DISK) for run in parts.index.runs())
+            assert slots == parts.disk.usage().block_count, "disk slots that nobody knows"
 
     def _lost(self, owner: int) -> None:
         """Blocks of a reservation or pin are gone."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import cast
 
 import msgspec
+import numpy as np
 import xxhash
 
 from kvstore.core.completion import Completion
@@ -17,7 +18,8 @@ from kvstore.core.errors import Draining
 from kvstore.core.lease import Lease
 from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestorePlan, Slots
 from kvstore.policies.index import Span, Walk
-from kvstore.store.parts import HOST, SLICE_BLOCKS, TIER_NAMES, Parts
+from kvstore.store.parts import DISK, HOST, SLICE_BLOCKS, TIER_NAMES, Parts
+from kvstore.store.promote import Promoter
 from kvstore.store.sessions import Attachment
 from kvstore.store.slices import SlicedWalk, settle
 from kvstore.store.verify import Verifier
@@ -28,9 +30,10 @@ RECOMPUTE_ALL = RestorePlan("recompute_all")
 class LookupFlow:
     """Answers lookups. Nothing changes but leases, recency, and statistics."""
 
-    def __init__(self, parts: Parts, verifier: Verifier) -> None:
+    def __init__(self, parts: Parts, verifier: Verifier, promoter: Promoter) -> None:
         self._parts = parts
         self._verifier = verifier
+        self._promoter = promoter
 
     def lookup(
         self, attachment: Attachment, query: Query, local_tokens: int
@@ -85,7 +88,10 @@ class LookupFlow:
         granted, limit = self._within_limits(attachment, ready, live)
         matched, local = granted * block_size, min(local_tokens, granted * block_size)
         found = "hit" if granted == wanted and granted else "partial" if granted else "miss"
-        self._parts.recorder.lookup(found, wanted * block_size, matched)
+        on_disk = self._disk_only(walk, granted) * block_size
+        self._parts.recorder.lookup(found, wanted * block_size, matched - on_disk)
+        if on_disk:
+            self._parts.recorder.hit(TIER_NAMES[DISK], on_disk)
         if not granted or walk is None:
             reason = limit or _miss_reason(wanted, pending)
             return LookupResult(0, 0, pending, RECOMPUTE_ALL, reason)
@@ -115,16 +121,20 @@ class LookupFlow:
         lease.holders.add(attachment.session)
         restored = matched - local
         restored_blocks = granted - local // space.block_size
-        parts.recorder.restored(TIER_NAMES[HOST], restored_blocks * space.block_bytes)
+        slots = self.slots(path, attachment.shard, local // space.block_size)
+        steps = self._steps(slots, matched, local, space.block_size)
+        from_disk = sum(step.token_count for step in steps if step.source != TIER_NAMES[HOST])
+        in_host = restored_blocks - -(-from_disk // space.block_size)
+        parts.recorder.restored(TIER_NAMES[HOST], in_host * space.block_bytes)
         lease.result = result = LookupResult(
             matched_tokens=matched,
             restore_tokens=restored,
             pending_tokens=pending,
-            plan=load_all(matched, local, pending),
-            reason=limit or _load_reason(restored, local),
+            plan=load_all(steps, matched, pending),
+            reason=limit or _load_reason(restored, local, from_disk),
             lease_id=lease.id,
             lease_ttl_seconds=parts.leases.ttl_seconds,
-            slots=self.slots(path, attachment.shard, local // space.block_size),
+            slots=slots,
         )
         lease.shard = attachment.shard
         return result
@@ -159,6 +169,20 @@ class LookupFlow:
         slots = self.slots(path, attachment.shard, result.slots.first_block)
         return msgspec.structs.replace(result, slots=slots)
 
+    def _steps(self, slots: Slots, matched: int, local: int, block_size: int) -> list[PlanStep]:
+        """Where the tokens from `local` to `matched` come from, by tier."""
+        if matched == local:
+            return []
+        if self._parts.disk is None or slots.places.min() >= 0:
+            return [PlanStep(local, matched - local, TIER_NAMES[HOST])]
+        in_host = slots.places >= 0
+        edges = [0, *(np.flatnonzero(np.diff(in_host)) + 1).tolist(), len(in_host)]
+        tokens = [max(local, (slots.first_block + edge) * block_size) for edge in edges]
+        return [
+            PlanStep(tokens[n], tokens[n + 1] - tokens[n], TIER_NAMES[HOST if here else DISK])
+            for n, here in enumerate(in_host[edges[:-1]].tolist())
+        ]
+
     def slots(self, path: Sequence[Span], shard: int, first_block: int) -> Slots:
         """Where a shard of the blocks of `path` from `first_block` on lies, and generations."""
         parts = self._parts
@@ -170,9 +194,24 @@ class LookupFlow:
     def _ready_blocks(self, walk: Walk | None) -> int:
         if walk is None:
             return 0
+        ready = walk.ready_blocks
         if self._parts.unverified:
-            return self._verifier.checked_blocks(walk)
-        return walk.ready_blocks
+            ready = self._verifier.checked_blocks(walk)
+        return self._in_host_blocks(walk, ready) if self._promoter.stalled else ready
+
+    def _in_host_blocks(self, walk: Walk, count: int) -> int:
+        """How many of the leading `count` blocks need no disk."""
+        if not count:
+            return 0
+        absent = self._parts.index.places(cut_path(walk.path, count), HOST, 0) < 0
+        return int(absent.argmax()) if absent.any() else count
+
+    def _disk_only(self, walk: Walk | None, count: int) -> int:
+        """How many of the leading `count` blocks lie on disk only."""
+        if walk is None or not count or self._parts.disk is None:
+            return 0
+        places = self._parts.index.places(cut_path(walk.path, count), HOST, 0)
+        return int((places < 0).sum())
 
     def _within_limits(
         self, attachment: Attachment, ready: int, live: Lease | None
@@ -245,18 +284,22 @@ def cut_path(path: Sequence[Span], block_count: int) -> list[Span]:
     return cut
 
 
-def load_all(matched: int, local: int, pending: int) -> RestorePlan:
+def load_all(steps: list[PlanStep], matched: int, pending: int) -> RestorePlan:
     """Restore everything that is there: the only plan until costs are measured."""
-    steps = [PlanStep(local, matched - local, "host")] if matched > local else []
     if pending:
-        steps.append(PlanStep(matched, pending, RECOMPUTE))
+        steps = [*steps, PlanStep(matched, pending, RECOMPUTE)]
     return RestorePlan("load_all", tuple(steps))
 
 
-def _load_reason(restored: int, local: int) -> str:
+def _load_reason(restored: int, local: int, from_disk: int) -> str:
     if not restored:
         return f"the engine already has all {local} matched tokens"
-    return f"load all {restored} tokens from host; restore and recompute costs are not measured yet"
+    where = f"{restored} tokens from host"
+    if from_disk == restored:
+        where = f"{restored} tokens from disk"
+    elif from_disk:
+        where = f"{restored} tokens, {restored - from_disk} from host and {from_disk} from disk"
+    return f"load all {where}; restore and recompute costs are not measured yet"
 
 
 def _miss_reason(wanted: int, pending: int) -> str:

@@ -12,11 +12,14 @@ from kvstore.core.space import Space
 from kvstore.core.views import SpaceView, TenantView
 from kvstore.policies.accounts import pool_in
 from kvstore.store.clear import ClearFlow
+from kvstore.store.demote import WriteBehind
 from kvstore.store.evict import Remover
 from kvstore.store.find import find_key
-from kvstore.store.parts import Parts
+from kvstore.store.parts import DISK, HOST, Parts
 from kvstore.store.pins import PinTable
+from kvstore.store.scrub import Scrubber
 from kvstore.store.sessions import Session
+from kvstore.store.slices import settle
 from kvstore.store.verify import Verifier
 from kvstore.store.views import space_views, tenant_view, tenant_views
 
@@ -29,7 +32,9 @@ class OperatorCalls:
         self.remover = remover
         self.verifier = verifier
         self.pins = PinTable(parts)
-        self._clears = ClearFlow(parts, remover)
+        self.behind = WriteBehind(parts, remover)
+        self._clears = ClearFlow(parts, remover, self.behind.when_idle)
+        self._scrubber = Scrubber(parts, remover)
 
     def spaces(self) -> list[SpaceView]:
         return space_views(self.parts)
@@ -103,16 +108,31 @@ class OperatorCalls:
         """A new epoch of a space: (its number, blocks removed)."""
         space = self._known(space_id)
         answer: Completion[tuple[int, int]] = Completion()
-        removed = self._clears.bump(space)
-        epoch = space.epoch
-        removed.then(lambda done: answer.resolve((epoch, done.result())))
+        self._clears.bump(space).then(
+            lambda done: settle(answer, lambda: (space.epoch, done.result()))
+        )
         return answer
 
     def verify(self, tier: str = "") -> Completion[VerifyResult]:
         """Hashes every stored block again; corrupt ones are dropped and named."""
-        if tier:
-            self._check_tier(tier)
-        return self.verifier.verify_all()
+        numbers = [self._check_tier(tier)] if tier else range(len(self.parts.tiers))
+        if DISK not in numbers:
+            return self.verifier.verify_all()
+        if HOST not in numbers:
+            return self._scrub(VerifyResult())
+        answer: Completion[VerifyResult] = Completion()
+        self.verifier.verify_all().then(
+            lambda done: self._scrub(done.result()).then(
+                lambda all_done: answer.resolve(all_done.result())
+            )
+        )
+        return answer
+
+    def _scrub(self, result: VerifyResult) -> Completion[VerifyResult]:
+        """Checks the disk too; answers with the same result."""
+        answer: Completion[VerifyResult] = Completion()
+        self._scrubber.verify(result).then(lambda _: answer.resolve(result))
+        return answer
 
     def _check_floors(self, tenant: str, tier: int, floor_bytes: int) -> None:
         """Refuses a floor that the pool cannot keep beside everybody else's."""

@@ -12,7 +12,7 @@ from kvstore.core.errors import CorruptBlock
 from kvstore.core.recorder import Recorder
 from kvstore.core.space import Space
 from kvstore.mover import Mover
-from kvstore.policies.index import PrefixIndex
+from kvstore.policies.index import Anchor, PrefixIndex, Span
 from kvstore.policies.residency import Residency
 from kvstore.store.leases import LeaseTable
 from kvstore.store.retire import RetiredSlots
@@ -39,7 +39,12 @@ class EventSink(Protocol):
 
 
 class SpaceRecord(Protocol):
-    """Durable memory of spaces, their epochs and clears; each call is on disk when it returns."""
+    """Durable memory of spaces, their epochs and clears; each call is on disk when it returns.
+
+    With `durable_slow` the calls that write are for one worker (RECORD_LINK), in order.
+    """
+
+    durable_slow: bool
 
     def remember(self, space: Space) -> None:
         """Writes a new space down, so that its blocks are known after a restart."""
@@ -63,8 +68,8 @@ class Parts:
     `defer` runs a callable soon, after other work has had its turn: long flows go on through it a
     slice at a time. `next_id` numbers leases, reservations, pins and readers in one sequence.
     `unverified` holds places of adopted blocks not hashed again yet, `checksums` those of blocks
-    written but not yet READY. `tiers` and `retired` are by tier number: HOST, and DISK where there
-    is one.
+    written but not yet READY. `remains` are anchors on what a cut has left to a reader. `tiers` and
+    `retired` are by tier number: HOST, and DISK where there is one.
     """
 
     config: Config
@@ -86,6 +91,7 @@ class Parts:
     unverified: set[int] = field(default_factory=set)
     checksums: dict[int, bytes] = field(default_factory=dict)
     readers: set[int] = field(default_factory=set)
+    remains: dict[int, Anchor] = field(default_factory=dict)
     draining: bool = False
     readopted_blocks: int = 0
 
@@ -123,6 +129,13 @@ class Parts:
         except CorruptBlock:
             return None
 
+    def moving_path(self, anchor: Anchor, reader: int, first: int) -> list[Span]:
+        """Blocks from `first` on that a reader's anchor covers, or what a cut has left of them."""
+        if anchor.run is None:
+            left = self.remains.get(reader)
+            return [] if left is None else self.index.path(left, first)
+        return self.index.path(anchor, first)
+
     def start_reading(self) -> int:
         """A new reader's id: anchors with it keep a block's slot while a worker reads it."""
         reader = self.next_id()
@@ -131,5 +144,8 @@ class Parts:
 
     def stop_reading(self, reader: int) -> None:
         self.readers.discard(reader)
+        remains = self.remains.pop(reader, None)
+        if remains is not None:
+            self.index.unanchor(remains)
         for retired in self.retired:
             retired.reader_ended(reader)

@@ -80,7 +80,8 @@ class Relocator:
             parts.index.unanchor(anchor)
             parts.stop_reading(reader)
             unchanged = bool(block) and host.generation(place) == generation
-            if moved.error is not None or not unchanged:
+            # A copy made now would seem to have come after a clear that is under way.
+            if moved.error is not None or not unchanged or space.closing:
                 parts.retired[HOST].retire(target)
                 return
             header, (tree_run, _, stop) = parts.header(place), block[-1]

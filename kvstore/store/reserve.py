@@ -12,12 +12,11 @@ import numpy as np
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining, InvalidRequest
 from kvstore.core.plan import BlockOutcome, Query, ReserveResult
-from kvstore.core.space import Space
 from kvstore.policies.index import StageAnswer, Staged, Walk
 from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, RESERVE_BLOCKS_MAX, SLICE_BLOCKS, Parts
-from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import Reservation, ReservationTable
+from kvstore.store.room import HostRoom
 from kvstore.store.sessions import Attachment
 from kvstore.store.slices import SlicedWalk
 
@@ -25,19 +24,18 @@ OUTCOMES = bytes.maketrans(
     bytes([StageAnswer.LEFT_OUT, StageAnswer.PRESENT, StageAnswer.PENDING, StageAnswer.WANTED]),
     bytes([BlockOutcome.REJECTED, BlockOutcome.PRESENT, BlockOutcome.PENDING, BlockOutcome.WANTED]),
 )
-SACRIFICE_BYTES = 16 << 20
 
 
 class ReserveFlow:
     """Answers Reserve: partial grants, never waits."""
 
     def __init__(
-        self, parts: Parts, table: ReservationTable, remover: Remover, relocator: Relocator
+        self, parts: Parts, table: ReservationTable, remover: Remover, room: HostRoom
     ) -> None:
         self._parts = parts
         self._table = table
         self._remover = remover
-        self._relocator = relocator
+        self._room = room
 
     def reserve(
         self, attachment: Attachment, query: Query, first_block: int
@@ -136,44 +134,9 @@ class ReserveFlow:
             return
         answers = np.frombuffer(staged.answers, np.uint8)
         wanted: list[int] = np.flatnonzero(answers == StageAnswer.WANTED).tolist()
-        places = self._slots(reservation.attachment.space, len(wanted))
+        places = self._room.take(reservation.attachment.space, len(wanted))
         reservation.waiting = dict(zip(wanted, places, strict=False))
         self._table.give_up(reservation, dict.fromkeys(wanted[len(places) :]))
-
-    def _slots(self, space: Space, count: int) -> list[int]:
-        """Up to `count` slots: free ones, then those of victims the policy gives up.
-
-        Victims of another size leave holes that these blocks don't fit. After a bounded sacrifice
-        no more are taken: whole chunks are emptied into the holes instead, in the background.
-        """
-        host, residency = self._parts.host, self._parts.residency
-        count = self._within_cap(space, count)
-        symbol = space.symbol_bytes_max
-        places: list[int] = []
-        sacrifice = count * space.slot_bytes + max(SACRIFICE_BYTES, 16 * space.slot_bytes)
-        while count:
-            places += host.reserve(space.block_bytes, symbol, count - len(places), space.pool)
-            if len(places) == count:
-                break
-            if self._parts.retired[HOST].early_places >= count - len(places):
-                break  # as much comes free by itself, soon after a start
-            before = residency.accounts.used(HOST, space.pool)
-            self._remover.make_room(space, (count - len(places)) * space.slot_bytes)
-            evicted = before - residency.accounts.used(HOST, space.pool)
-            sacrifice -= evicted
-            if not evicted or sacrifice < 0:
-                self._relocator.start(space)
-                break
-        return places
-
-    def _within_cap(self, space: Space, count: int) -> int:
-        """How many of `count` staged blocks the tenant's cap allows, its own evicted first."""
-        residency = self._parts.residency
-        # Staged blocks are counted already: room below zero is what they are too many.
-        if residency.room(HOST, space.pool, space.tenant) < 0:
-            self._remover.make_room(space, 0)
-        over = max(0, -residency.room(HOST, space.pool, space.tenant))
-        return max(0, count - -(-over // space.slot_bytes))
 
 
 def _refusal(attachment: Attachment, query: Query) -> str:

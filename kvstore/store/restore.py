@@ -1,4 +1,4 @@
-"""Restore: slots of leased blocks again, and their bytes for clients without shared memory."""
+"""Restore: slots of leased blocks, read from disk where need be, and bytes for other hosts."""
 
 from __future__ import annotations
 
@@ -8,35 +8,45 @@ from typing import Any
 from kvstore.core.completion import Completion
 from kvstore.core.errors import CorruptBlock, InvalidRequest, LeaseLost, LimitReached
 from kvstore.core.lease import Lease
-from kvstore.core.plan import Slots
-from kvstore.mover import COPY_LINK, Job, Moved
+from kvstore.core.plan import FailedBlocks, Slots
+from kvstore.mover import COPY_LINK, READ_LINK, Job, Moved
 from kvstore.policies.index import Span
 from kvstore.store.evict import Remover
 from kvstore.store.lookup import LookupFlow
-from kvstore.store.parts import HOST, Parts
+from kvstore.store.parts import DISK, HOST, RESERVE_BLOCKS_MAX, Parts
+from kvstore.store.promote import Promoter
 from kvstore.store.sessions import Session
+
+Emit = Callable[[Slots | FailedBlocks], None]
 
 
 class RestoreFlow:
-    """Serves leased blocks. All are in the host tier, so nothing is waited for."""
+    """Serves leased blocks: those in host at once, those on disk as they arrive there."""
 
-    def __init__(self, parts: Parts, lookups: LookupFlow, remover: Remover) -> None:
+    def __init__(
+        self, parts: Parts, lookups: LookupFlow, remover: Remover, promoter: Promoter
+    ) -> None:
         self._parts = parts
         self._lookups = lookups
         self._remover = remover
+        self._promoter = promoter
 
     def restore(
-        self, session: Session, lease_id: int, first_block: int, block_count: int,
-        emit: Callable[[Slots], None],
-    ) -> Completion[None]:  # fmt: skip
+        self, session: Session, lease_id: int, first_block: int, block_count: int, emit: Emit
+    ) -> Completion[None]:
         """Emits where blocks [first_block, first_block + block_count) lie; 0 means all the rest."""
         lease = self.owned(session, lease_id)
         path = self._path(lease, first_block, block_count)
-        if path:
-            emit(self._lookups.slots(path, shard_of(session, lease), first_block))
-        done: Completion[None] = Completion()
-        done.resolve(None)
-        return done
+        shard = shard_of(session, lease)
+        if self._parts.disk is None:
+            if path:
+                emit(self._lookups.slots(path, shard, first_block))
+            done: Completion[None] = Completion()
+            done.resolve(None)
+            return done
+        stop = path[-1].run.first + path[-1].stop if path else first_block
+        stream = _Restoring(self._parts, self._lookups, self._promoter, lease, shard, emit)
+        return stream.start(session.id, first_block, stop)
 
     def owned(self, session: Session, lease_id: int) -> Lease:
         """A live lease of the session's own engines; raises LeaseLost."""
@@ -56,7 +66,12 @@ class RestoreFlow:
         parts, space = self._parts, lease.attachment.space
         shard, length = shard_of(session, lease), space.block_bytes
         place = parts.index.place(run, start, shard, HOST)
-        checksum = self._checksum(place)
+        tier = HOST if place >= 0 else DISK
+        if tier == DISK:
+            place = parts.index.place(run, start, shard, DISK)
+            if self._promoter.stalled:
+                raise LimitReached("the disk does not answer at present; recompute the block")
+        checksum = self._checksum(place, tier)
         reader = parts.start_reading()
         anchor = parts.index.anchor(run, start + 1, reader)
         answer: Completion[tuple[bytes, bytes]] = Completion()
@@ -70,24 +85,32 @@ class RestoreFlow:
                 answer.fail(moved.error)
             elif gone:
                 answer.fail(LeaseLost(f"the blocks of lease {lease_id} were cleared; recompute"))
+            elif moved.value != checksum:
+                self._remover.quarantine(place, tier)
+                answer.fail(LeaseLost("the block is damaged and was dropped; recompute it"))
             else:
                 answer.resolve((bytes(target), checksum))
 
-        def work() -> None:
-            parts.host.read(place, memoryview(target), length)
+        source, link = parts.tiers[tier], COPY_LINK if tier == HOST else READ_LINK
 
-        if not parts.mover.submit(Job(COPY_LINK, space.tenant, session.id, length, work, done)):
-            parts.recorder.queue_rejected(COPY_LINK)
+        def work() -> bytes | None:
+            if tier == DISK:
+                return source.read_many([(place, memoryview(target))], length)[0]
+            source.read(place, memoryview(target), length)
+            return checksum  # the client hashes what it gets; bytes in host were hashed before
+
+        if not parts.mover.submit(Job(link, space.tenant, session.id, length, work, done)):
+            parts.recorder.queue_rejected(link)
             parts.index.unanchor(anchor)
             parts.stop_reading(reader)
             raise LimitReached("the copy queue is full (limits.queue_bytes_per_link); try later")
         return answer
 
-    def _checksum(self, place: int) -> bytes:
+    def _checksum(self, place: int, tier: int) -> bytes:
         try:
-            return self._parts.host.checksum(place)
+            return self._parts.tiers[tier].checksum(place)
         except CorruptBlock as error:
-            self._remover.quarantine(place)
+            self._remover.quarantine(place, tier)
             raise LeaseLost("the block is damaged and was dropped; recompute it") from error
 
     def _path(self, lease: Lease, first_block: int, block_count: int) -> list[Any]:
@@ -97,12 +120,126 @@ class RestoreFlow:
                 f"blocks [{first_block}, {last}) are not all leased: lease {lease.id} covers "
                 f"[0, {lease.block_count})"
             )
-        path = []
-        for run, start, stop in self._parts.index.path(lease.anchor, first_block):
-            stop = min(stop, last - run.first)
-            if start < stop:
-                path.append(Span(run, start, stop))
-        return path
+        return cut_at(self._parts.index.path(lease.anchor, first_block), last)
+
+
+class _Restoring:
+    """One Restore: goes along the chain a bounded part a turn, and ends when all has arrived."""
+
+    def __init__(
+        self, parts: Parts, lookups: LookupFlow, promoter: Promoter, lease: Lease, shard: int,
+        emit: Emit,
+    ) -> None:  # fmt: skip
+        self._parts = parts
+        self._lookups = lookups
+        self._promoter = promoter
+        self._lease = lease
+        self._shard = shard
+        self._emit = emit
+        self._answer: Completion[None] = Completion()
+        self._waiting = 0
+        self._blocked = False  # until a piece arrives and leaves room in the queue
+
+    def start(self, session: int, first: int, stop: int) -> Completion[None]:
+        self._session, self._first, self._next, self._stop = session, first, first, stop
+        self._go_on()
+        return self._answer
+
+    def _go_on(self) -> None:
+        self._blocked = False
+        limit = min(self._stop, self._next + RESERVE_BLOCKS_MAX)
+        while self._next < limit and not self._blocked:
+            path = cut_at(self._parts.index.path(self._lease.anchor, self._next), limit)
+            if not path:
+                self._fail(self._stop - self._next, "lost", "the lease is over")
+                break
+            self._serve(path[0])
+        if self._next >= self._stop:
+            self._settle()
+        elif not self._blocked:
+            self._parts.defer(self._go_on)
+
+    def _serve(self, span: Span) -> None:
+        """Serves the leading blocks of a span that are in the same state."""
+        run, start, stop = span
+        grid = self._parts.index.places_grid(run, start, stop)
+        here = (grid[:, HOST] >= 0).all(axis=1)
+        if here[0]:
+            count = len(here) if here.all() else int(here.argmin())
+            self._serve_ready(run, start, count)
+            return
+        count = int(here.argmax()) if here.any() else len(here)
+        piece = self._promoter.piece_of(int(grid[0, DISK, 0]))
+        if piece is not None:
+            self._join(piece)
+            return
+        known = [self._promoter.piece_of(place) for place in grid[:count, DISK, 0].tolist()]
+        count = next((i for i, piece in enumerate(known) if piece is not None), count)
+        self._read(run, start, count)
+
+    def _serve_ready(self, run: Any, start: int, count: int) -> None:
+        span = Span(run, start, start + count)
+        first = run.first + start
+        self._emit(self._lookups.slots([span], self._shard, first))
+        self._next = first + count
+
+    def _join(self, piece: Any) -> None:
+        piece.heard.append(self._heard)
+        self._waiting += 1
+        self._next = piece.first + piece.count
+
+    def _read(self, run: Any, start: int, count: int) -> None:
+        if self._promoter.stalled:
+            self._fail(count, "timeout", "the disk does not answer at present")
+            return
+        end, pieces, kind, reason = self._promoter.begin(
+            run, start, start + count, self._session, self._heard
+        )
+        self._waiting += pieces
+        self._next = run.first + end
+        if kind == "queue" and self._waiting:
+            self._blocked = True
+        elif kind:
+            self._fail(start + count - end, kind, reason)
+
+    def _heard(self, first: int, readable: int, failed: int, kind: str, reason: str) -> None:
+        """A piece is over: its blocks are in host, or not to be had."""
+        self._waiting -= 1
+        low, high = max(first, self._first), min(first + readable, self._stop)
+        path = cut_at(self._parts.index.path(self._lease.anchor, low), high)
+        if low < high and path:
+            self._emit(self._lookups.slots(path, self._shard, low))
+        elif low < high:
+            self._tell_failed(low, high - low, "lost", "the lease is over")
+        low, high = max(first + readable, self._first), min(first + readable + failed, self._stop)
+        if low < high:
+            self._tell_failed(low, high - low, kind, reason)
+        if self._blocked:
+            self._go_on()
+        else:
+            self._settle()
+
+    def _fail(self, count: int, kind: str, reason: str) -> None:
+        self._tell_failed(self._next, count, kind, reason)
+        self._next += count
+
+    def _tell_failed(self, first: int, count: int, kind: str, reason: str) -> None:
+        self._parts.recorder.restore_failed(kind, count)
+        self._emit(FailedBlocks(first, count, reason, kind == "room"))
+
+    def _settle(self) -> None:
+        if not self._waiting and self._next >= self._stop and not self._answer.done:
+            self._answer.resolve(None)
+
+
+def cut_at(path: list[Span], last: int) -> list[Span]:
+    """The part of a path that comes before block `last` of its chain."""
+    cut = []
+    for run, start, stop in path:
+        stop = min(stop, last - run.first)
+        if start < stop:
+            cut.append(Span(run, start, stop))
+    return cut
 
 
 def shard_of(session: Session, lease: Lease) -> int:

@@ -23,7 +23,8 @@ class RetiredSlots:
     """Keeps un-published slots from reuse until their leases are over, or their rest is.
 
     A slot whose bytes nobody can be reading is freed at once. `early_places` counts adopted slots
-    that were retired already but rest still: they come free by themselves.
+    that were retired already but rest still: they come free by themselves. `freed_places` counts
+    all that were ever freed.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -36,6 +37,7 @@ class RetiredSlots:
         self._adopted_until = 0.0
         self.waiting_places = 0
         self.early_places = 0
+        self.freed_places = 0
 
     def retire(self, places: list[int], readers: Iterable[Any] = ()) -> None:
         """Un-publishes `places`; they become free when every reader has ended."""
@@ -80,6 +82,7 @@ class RetiredSlots:
             self.rest(early, self._adopted_until)
             kept = set(early)
             places = [place for place in places if place not in kept]
+        self.freed_places += len(places)
         self._tier.free(places)
 
     def tick(self, now: float) -> None:
@@ -90,4 +93,5 @@ class RetiredSlots:
         for key in self._resting.pop_due(now):
             places = self._resting_places.pop(key)
             self.waiting_places -= len(places)
+            self.freed_places += len(places)
             self._tier.free(places)

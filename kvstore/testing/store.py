@@ -34,7 +34,7 @@ from kvstore.store.kvstore import KVStore
 from kvstore.store.record import FileRecord, MemoryRecord
 from kvstore.testing.mover import SimulatedMover
 from kvstore.testing.peer import Peer
-from kvstore.tiers.base import AddressableTier
+from kvstore.tiers.base import AddressableTier, Tier
 from kvstore.tiers.epochs import EpochsFile
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.memory import MemoryTier
@@ -49,7 +49,8 @@ class InProcessStore:
     """A store without a daemon; any thread may use its clients.
 
     `size` is that of the host tier, or pass a `tier` of your own. With a `directory` in a memory
-    file system blocks outlive `restart`, as they outlive a killed daemon. `sections` are tables
+    file system blocks outlive `restart`, as they outlive a killed daemon. `disk` is a tier below,
+    a MemoryTier or a DiskTier. `sections` are tables
     of the configuration file, such as `{"limits": {"lease_ttl_seconds": 2.0}}`. `kv` is the
     `KVStore` inside, for calls that no client has; it is not for several threads.
     """
@@ -61,6 +62,7 @@ class InProcessStore:
         size: int | str = "64MiB",
         *,
         tier: AddressableTier | None = None,
+        disk: Tier | None = None,
         directory: str | Path | None = None,
         clock: Clock | None = None,
         mover: SimulatedMover | None = None,
@@ -70,6 +72,7 @@ class InProcessStore:
         self.clients: list[KVClient] = []
         self._directory = Path(directory) if directory is not None else None
         self._owns_tier = tier is None
+        self.disk = disk
         if tier is not None:
             size = max(tier.usage().capacity_bytes, POOL_BYTES_MIN)
         self.config = _configure(size, self._directory, sections or {})
@@ -158,7 +161,7 @@ class InProcessStore:
             if not self.turn():
                 return
 
-    def restart(self, tier: AddressableTier | None = None) -> None:
+    def restart(self, tier: AddressableTier | None = None, disk: Tier | None = None) -> None:
         """As after kill -9 and a new start: sessions, leases and running copies are gone.
 
         Blocks are found again if the store has a `directory`. A MemoryTier is reopened; any
@@ -172,10 +175,13 @@ class InProcessStore:
                 self.clock.advance(RESTART_SECONDS)
             if tier is None and isinstance(self.tier, MemoryTier):
                 tier = self.tier.reopened()
-            if tier is None and not self._owns_tier:
-                raise InvalidRequest("pass the tier that the new store shall have")
+            if disk is None and isinstance(self.disk, MemoryTier):
+                disk = self.disk.reopened()
+            if (tier is None and not self._owns_tier) or (disk is None and self.disk is not None):
+                raise InvalidRequest("pass the tiers that the new store shall have")
             if self._owns_tier:
                 self.tier.close(keep=True)
+            self.disk = disk
             self._begin(tier)
 
     def check_integrity(self) -> None:
@@ -215,12 +221,12 @@ class InProcessStore:
         self.tier = tier or self._host_tier(max(1, epochs.generation_floor if epochs else 1))
         record: MemoryRecord | FileRecord = MemoryRecord()
         if directory is not None and epochs is not None:
-            record = FileRecord(directory, epochs, self.tier.next_generation)
+            record = FileRecord(directory, epochs, self._next_generation)
         self._mover: Mover = self._simulated or InlineMover(self.defer)
         self.events = EventLog(self.clock.wall, limits.events_kept)
         self.kv = assemble(
             self.config, self.clock, self.tier, record, self._mover, self.events,
-            self.defer, random_token(8).hex(),
+            self.defer, random_token(8).hex(), disk=self.disk,
         )  # fmt: skip
         if epochs is not None and isinstance(record, FileRecord):
             recover(self.kv, record, epochs)
@@ -231,6 +237,10 @@ class InProcessStore:
         self.sessions = Sessions(self.kv, Access((), os.getuid()), limits, staging)
         self.life += 1
         self._ticked = self.clock.now()
+
+    def _next_generation(self) -> int:
+        """Above every generation that either tier has handed out."""
+        return max(t.next_generation() for t in (self.tier, self.disk) if t is not None)
 
     def _host_tier(self, first_generation: int) -> HostTier:
         return HostTier(

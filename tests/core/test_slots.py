@@ -42,3 +42,22 @@ def test_packed_lengths_that_disagree(bad: tuple[bytes, bytes, bytes]) -> None:
     """Malformed slots are refused, not misread."""
     with pytest.raises(InvalidRequest, match="slots disagree"):
         decode_slots(*bad, 1)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 90)), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_blocks_without_a_slot_come_back_as_such(parts: list[tuple[bool, int]], step: int) -> None:
+    """Blocks that lie in no pool stay that, however the slots beside them are numbered."""
+    places, generations = [], []
+    for absent, count in parts:
+        ramp = range(count)
+        # The first slot of a pool and generation 1 follow on NO_PLACE and 0 as numbers do.
+        places += [-1] * count if absent else [step - 1 + i * step for i in ramp]
+        generations += [0] * count if absent else [1 + i for i in ramp]
+    packed = encode_slots(np.array(places), np.array(generations, np.uint64), step)
+    got_places, got_generations = decode_slots(*packed, step)
+    assert got_places.tolist() == places
+    assert np.array_equal(got_generations[got_places >= 0], np.array(generations)[got_places >= 0])
+    assert len(packed[2]) <= 4 * len(parts)

@@ -18,6 +18,7 @@ from kvstore.core.plan import (
     BlockOutcome,
     CommitResult,
     CommitRun,
+    FailedBlocks,
     LookupResult,
     Query,
     ReserveResult,
@@ -148,6 +149,30 @@ class Engine:
             self.release(found)
         return found.matched_tokens // self.space.block_size
 
+    def restore(self, found: LookupResult, tokens: Any, **query: Any) -> tuple[int, list[str]]:
+        """Restores all that was found: (blocks that came and are right, why others did not)."""
+        answers: list[Any] = []
+        done = self.desk.kv.restore(self.session, found.lease_id, 0, 0, answers.append)
+        self.desk.wait(done)
+        came, failed = 0, []
+        for answer in answers:
+            if isinstance(answer, FailedBlocks):
+                failed += [answer.reason] * answer.block_count
+            else:
+                assert (answer.places >= 0).all()
+                found = msgspec.structs.replace(found, slots=answer)
+                came += self.check(found, tokens, **query)
+        return came, failed
+
+    def fetched(self, tokens: Any, **query: Any) -> int:
+        """Blocks that are found, restored and right; the lease on them ends again."""
+        found = self.lookup(tokens, **query)
+        if not found.lease_id:
+            return 0
+        came, _ = self.restore(found, tokens, **query)
+        self.release(found)
+        return came
+
     def release(self, found: LookupResult) -> None:
         self.desk.kv.release(self.session, [found.lease_id])
         self.desk.store.drain()
@@ -171,6 +196,8 @@ class Engine:
         for i, (place, generation) in enumerate(
             zip(slots.places.tolist(), slots.generations.tolist(), strict=True)
         ):
+            if place < 0:
+                continue  # on disk: a restore brings it
             now = tier.generation(place)
             assert now == (0 if is_lost else generation), "a leased slot changed"
             stored = np.frombuffer(tier.view(place, self.space.block_bytes), np.uint8)

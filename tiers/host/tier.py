@@ -186,6 +186,9 @@ class HostTier:
             for offset in pool.finish_recovery()
         ]
 
+    def report_bad(self, places: Sequence[int]) -> None:
+        pass
+
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
         room = self._pool(pool)
         offsets = room.slab.drain(*_class(payload_bytes, symbol_bytes))
@@ -197,6 +200,9 @@ class HostTier:
     def check_integrity(self) -> None:
         for pool in self._pools.values():
             pool.check_integrity()
+
+    def probe(self) -> None:
+        pass
 
     def close(self, keep: bool = True) -> None:
         self._prefaulter.stop()

@@ -1,0 +1,255 @@
+"""Write-behind: the coldest blocks of the host tier are copied to disk before they have to go.
+
+policy says which -> slots on disk, kept free ahead -> groups of up to 32 blocks -> durable -> index
+
+What does not fit the queue, the room or the endurance budget is skipped and counted, never waited
+for. `Flush` alone overrides the budget and takes its time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.core.space import Space
+from kvstore.mover import WRITE_LINK, Job, Moved
+from kvstore.policies.index import Run
+from kvstore.store.evict import Remover
+from kvstore.store.groups import Group, GroupWriter, Part
+from kvstore.store.parts import DISK, HOST, RESERVE_BLOCKS_MAX, Parts
+from kvstore.store.reassign import Reassigner
+
+GROUP_BLOCKS = 32
+GROUP_BYTES = 32 << 20
+GROUPS_RUNNING = 4
+PROBE_SECONDS = 2.0
+RETRY_SECONDS = 1.0
+DAY_SECONDS = 86_400.0
+FRUITLESS_MAX = 4  # rounds that made room of other sizes only, before whole segments are emptied
+
+
+class WriteBehind:
+    """Turns what the policy wants on disk into groups, and groups into durable blocks."""
+
+    def __init__(self, parts: Parts, remover: Remover) -> None:
+        self._parts = parts
+        self._remover = remover
+        self._writer = GroupWriter(parts, remover)
+        self._reassigner = Reassigner(parts, remover)
+        self._open = Group()
+        self._running: deque[Group] = deque()
+        self._heard: list[Callable[[], None]] = []
+        self._settling = self._probing = False
+        self._fruitless = self._settled_places = 0
+        self._probed = self._paused_until = self._spent_at = parts.clock.now()
+        section = parts.config.tiers.disk
+        capacity = parts.disk.usage().capacity_bytes if parts.disk is not None else 0
+        self._daily = section.endurance_dwpd * capacity
+        self._budget = self._daily
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running and not self._open.parts and not self._settling
+
+    def poke(self, space: Space) -> None:
+        """Host took blocks of `space` in: writes what is due of its pool now, a bounded part."""
+        if self._parts.disk is None or not self._may_write():
+            return
+        if len(self._running) >= GROUPS_RUNNING:
+            return  # what is due stays due, and the next group's end goes on with it
+        byte_count = min(GROUP_BYTES, RESERVE_BLOCKS_MAX * space.slot_bytes * space.shard_count)
+        for action in self._parts.residency.demotions(space.pool, byte_count):
+            if not self.take(action.run, action.start, action.stop):
+                break
+
+    def _may_write(self) -> bool:
+        disk, now = self._parts.disk, self._parts.clock.now()
+        assert disk is not None
+        if now < self._paused_until:
+            return False
+        self._budget = min(
+            self._daily, self._budget + (now - self._spent_at) * self._daily / DAY_SECONDS
+        )
+        self._spent_at = now
+        if disk.problem:
+            return False
+        return not self._daily or self._budget > 0
+
+    def take(self, run: Run, start: int, stop: int, forced: bool = False) -> int:
+        """Begins to write blocks [start, stop) of `run`; answers with how many, the first ones."""
+        parts, space = self._parts, run.root.space
+        if space.closing or not space.recorded:
+            return 0
+        begun = 0
+        while start < stop:
+            past = min(stop, start + GROUP_BLOCKS - self._open.block_count)
+            count = self._take(run, start, past)
+            begun += count
+            start += count
+            if self._is_full():
+                self.submit()
+            if start < past:
+                if not forced:
+                    parts.recorder.demotion_skipped("room", stop - start)
+                break
+            if forced and len(self._running) >= GROUPS_RUNNING:
+                break
+        return begun
+
+    def _take(self, run: Run, start: int, stop: int) -> int:
+        parts, space, index = self._parts, run.root.space, self._parts.index
+        shards = space.shard_count
+        index.begin_move(run, start, stop, DISK)
+        slots = self._slots(space, self._within_cap(space, (stop - start) * shards))
+        count, spare = divmod(len(slots), shards)
+        if spare:
+            parts.retired[DISK].retire(slots[-spare:])
+        if start + count < stop:
+            index.give_up_move(run, start + count, stop, DISK)
+            parts.residency.copy_lost(run)
+        if count:
+            targets = np.array(slots[: count * shards], np.int64).reshape(count, shards)
+            part = Part(parts, run, start, targets)
+            self._open.parts.append(part)
+            self._budget -= part.byte_count
+        return count
+
+    def _within_cap(self, space: Space, count: int) -> int:
+        """How many of `count` slots the tenant's cap allows; they are counted already."""
+        residency = self._parts.residency
+        if residency.room(DISK, "", space.tenant) < 0:
+            self._remover.make_room(space, 0, DISK)
+        over = max(0, -residency.room(DISK, "", space.tenant))
+        return max(0, count - -(-over // space.slot_bytes))
+
+    # ---- Slots ----
+
+    def _slots(self, space: Space, count: int) -> list[int]:
+        disk = self._parts.disk
+        assert disk is not None
+        places = disk.reserve(space.block_bytes, space.symbol_bytes_max, count) if count else []
+        if len(places) < count:
+            self._make_room(space, count - len(places))
+        else:
+            self._fruitless = 0
+        return places
+
+    def _make_room(self, space: Space, count: int) -> None:
+        """Has slots come free for the groups to come; none is to be had now.
+
+        A slot that was given up is free only once that is durable, so room is made for two groups
+        at a time.
+        """
+        disk = self._parts.disk
+        assert disk is not None
+        usage = disk.usage()
+        wanted = max(count * space.slot_bytes, min(2 * GROUP_BYTES, usage.capacity_bytes // 8))
+        if usage.resting_bytes < wanted:
+            self._remover.make_room(space, wanted - usage.resting_bytes, DISK)
+        self._fruitless += 1
+        if self._fruitless > FRUITLESS_MAX:
+            self._reassigner.start(space)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Makes removals durable, so that their slots can be used again."""
+        disk, freed = self._parts.disk, self._parts.retired[DISK].freed_places
+        assert disk is not None
+        if self._settling or freed == self._settled_places:
+            return
+
+        def done(moved: Moved) -> None:
+            self._settling = False
+            if moved.error is None:
+                self._settled_places = freed
+            else:
+                self._paused_until = self._parts.clock.now() + RETRY_SECONDS
+            self._tell()
+
+        self._settling = self._parts.mover.submit(
+            Job(WRITE_LINK, "", 0, 0, lambda: disk.commit([]), done)
+        )
+
+    # ---- Groups ----
+
+    def _is_full(self) -> bool:
+        return self._open.block_count >= GROUP_BLOCKS or self._open.byte_count >= GROUP_BYTES
+
+    def submit(self) -> None:
+        """Sends the open group on its way."""
+        group, self._open = self._open, Group()
+        if not group.parts:
+            return
+        self._running.append(group)
+
+        def done(moved: Moved) -> None:
+            group.moved = moved
+            self._take_over()
+
+        if not self._parts.mover.submit(self._writer.job(group, done)):
+            self._parts.recorder.queue_rejected(WRITE_LINK, group.block_count)
+            done(Moved(None, OSError("the queue of disk writes is full"), 0.0))
+
+    def _take_over(self) -> None:
+        """Groups count in the order they were sent: a child never before its parent."""
+        spaces: dict[str, Space] = {}
+        while self._running and self._running[0].moved is not None:
+            group = self._running.popleft()
+            if self._writer.finish(group) < group.block_count:
+                self._paused_until = self._parts.clock.now() + RETRY_SECONDS
+            spaces.update({part.space.pool: part.space for part in group.parts})
+        self._tell()
+        for space in spaces.values():
+            self.poke(space)
+
+    def when_changed(self, call: Callable[[], None]) -> None:
+        """Calls once, when a group or a settling has ended."""
+        self._heard.append(call)
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Calls once nothing is on its way to disk."""
+        self.submit()
+        if self.is_idle:
+            call()
+        else:
+            self.when_changed(lambda: self.when_idle(call))
+
+    def _tell(self) -> None:
+        heard, self._heard = self._heard, []
+        for call in heard:
+            self._parts.defer(call)
+
+    def tick(self, now: float) -> None:
+        """Sends what waits for company, frees what rests, and looks how the disk is."""
+        disk = self._parts.disk
+        if disk is None:
+            return
+        self.submit()
+        if not self._running and now >= self._paused_until and not disk.problem:
+            self._settle()
+        if now - self._probed >= PROBE_SECONDS and not self._probing:
+            self._probe(now)
+
+    def _probe(self, now: float) -> None:
+        disk, self._probed = self._parts.disk, now
+        assert disk is not None
+
+        def done(moved: Moved) -> None:
+            self._probing = False
+
+        self._probing = self._parts.mover.submit(Job(WRITE_LINK, "", 0, 0, disk.probe, done))
+
+
+def watermark_bytes(parts: Parts, pool: str) -> int:
+    """From so many bytes used on, a host pool is written to disk."""
+    capacity = parts.host.usage(pool).capacity_bytes
+    return int(capacity * parts.config.tiers.disk.demote_watermark)
+
+
+def begin_conveyors(parts: Parts) -> None:
+    """Has every host pool write to disk what it takes in above its watermark."""
+    assert HOST == 0
+    for pool in parts.config.host_pools:
+        parts.residency.demote_above(pool, watermark_bytes(parts, pool))
