@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from kvstore.core.clock import ManualClock
-from kvstore.tiers.base import AddressableTier, BlockHeader
+from kvstore.tiers.base import AddressableTier, BlockHeader, Tier
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faulty import FaultyTier
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.throttle import ThrottledTier
 
 POOL_BYTES = 4 << 20
+DISK_BYTES = 5 << 20
 
 
 @pytest.fixture
@@ -26,6 +29,14 @@ def shm_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def disk_directory(tmp_path: Path) -> Path:
+    """A 0700 directory on a disk."""
+    path = tmp_path / "disk"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture
@@ -58,7 +69,9 @@ class Subject:
         self.persistent = not kind.startswith("sealed")
         self.tier = self._make()
 
-    def _make(self) -> AddressableTier:
+    def _make(self) -> Tier:
+        if self.kind.startswith("disk"):
+            return DiskTier(self._directory, DISK_BYTES, direct=self.kind == "disk")
         sizes = dict.fromkeys(self.pools, POOL_BYTES)
         if self.kind.startswith(("shm", "sealed")):
             kind = "shm" if self.kind.startswith("shm") else "sealed"
@@ -73,9 +86,20 @@ class Subject:
             return ThrottledTier(inner, 1e9, 1e-4, clock, clock.advance)
         return FaultyTier(inner, Random(0)) if self.kind == "faulty" else inner
 
-    def reopen(self) -> AddressableTier:
+    def settle(self) -> None:
+        """Makes removals durable: until then a durable tier keeps freed slots."""
+        if self.tier.durable:
+            assert self.tier.commit([]) == []
+
+    def stored(self, place: int, length: int) -> bytes:
+        """The bytes a tier has in a slot."""
+        target = np.empty(length, np.uint8)
+        self.tier.read(place, target, length)
+        return target.tobytes()
+
+    def reopen(self) -> Tier:
         """The tier as the next daemon sees it."""
-        if self.kind.startswith(("shm", "sealed")):
+        if self.kind.startswith(("shm", "sealed", "disk")):
             self.tier.close()
             self.tier = self._make()
         else:
@@ -84,14 +108,26 @@ class Subject:
         return self.tier
 
 
-@pytest.fixture(
-    params=[
-        "memory", "memory-two", "throttled", "faulty", "shm", "shm-two", "shm-advise", "sealed",
-        "sealed-two",
-    ]
-)  # fmt: skip
-def subject(request: pytest.FixtureRequest, shm_directory: Path) -> Iterator[Subject]:
+ADDRESSABLE = [
+    "memory", "memory-two", "throttled", "faulty", "shm", "shm-two", "shm-advise", "sealed",
+    "sealed-two",
+]  # fmt: skip
+
+
+@pytest.fixture(params=[*ADDRESSABLE, "disk", "disk-buffered"])
+def subject(
+    request: pytest.FixtureRequest, shm_directory: Path, disk_directory: Path
+) -> Iterator[Subject]:
     """A tier of every kind in turn."""
-    made = Subject(request.param, shm_directory)
+    on_disk = request.param.startswith("disk")
+    made = Subject(request.param, disk_directory if on_disk else shm_directory)
     yield made
     made.tier.close(keep=False)
+
+
+@pytest.fixture
+def addressable(subject: Subject) -> Subject:
+    """Only tiers whose slots are memory."""
+    if not isinstance(subject.tier, AddressableTier):
+        pytest.skip("its slots are no memory")
+    return subject

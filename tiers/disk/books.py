@@ -1,0 +1,228 @@
+"""Books of a disk tier: slots, segments, and removals that are not durable yet. Memory only.
+
+The owner thread and workers that commit share them under one short lock, never held during I/O.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvstore.core.block import SLOT_SHIFT
+from kvstore.core.errors import CorruptBlock
+from kvstore.tiers.base import TierUsage
+from kvstore.tiers.chunks import Chunk, SlotState
+from kvstore.tiers.disk.index import pack_key
+from kvstore.tiers.disk.layout import CHUNK_OVERHEAD, geometry_of
+from kvstore.tiers.disk.segments import Room, Segment, SegmentFiles
+from kvstore.tiers.slab import Slab
+
+BAD_REPORTS_MAX = 3
+
+
+class DiskBooks:
+    """Slots by place: a place is the slot's byte in a space of all segments, >> 12.
+
+    A slot comes free when it was discarded, freed by the owner, and its removal is durable. One
+    that is `suspect` (its bytes may not be what they seem) stays RESTING for this life.
+    """
+
+    def __init__(self, capacity_bytes: int, shift: int, room: Room, next_serial: int) -> None:
+        self.lock = threading.Lock()
+        self.slab = Slab(capacity_bytes, self._assign, self._release, shift, CHUNK_OVERHEAD)
+        self.room = room
+        self.next_serial = next_serial
+        self.segments: dict[int, Segment] = {}
+        self.doomed: list[Segment] = []
+        self.gone_serials: set[int] = set()
+        self.removals: dict[int, bool] = {}
+        """Slots whose removal is not durable, and whether the owner has freed them."""
+        self.suspects: set[int] = set()
+        self._bad: Counter[tuple[int, int]] = Counter()
+
+    def _assign(self, chunk: Chunk) -> bool:
+        length = geometry_of(chunk).file_bytes
+        if not self.room.may_grow(length):
+            return False
+        self.room.planned_bytes += length
+        self.segments[chunk.offset] = Segment(self.next_serial, chunk)
+        self.next_serial += 1
+        return True
+
+    def _release(self, chunk: Chunk) -> None:
+        segment = self.segments.pop(chunk.offset)
+        length = segment.geometry.file_bytes
+        if segment.fd < 0:
+            self.room.planned_bytes -= length
+            return
+        self.room.doomed_bytes += length
+        self.doomed.append(segment)
+        if segment.entered:
+            self.gone_serials.add(segment.serial)
+
+    def reserve(self, slot_bytes: int, header_bytes: int, count: int) -> list[int]:
+        with self.lock:
+            offsets = self.slab.reserve(slot_bytes, header_bytes, count)
+        return [offset >> SLOT_SHIFT for offset in offsets]
+
+    def locate(self, place: int) -> tuple[Segment, int]:
+        """Segment and slot number; any thread may ask about a slot it was given."""
+        chunk, index, _ = self.slab.slot_at(place << SLOT_SHIFT)
+        return self.segments[chunk], index
+
+    def discard(self, places: Sequence[int]) -> None:
+        with self.lock:
+            for place in places:
+                chunk, index, _ = self.slab.rest(place << SLOT_SHIFT)
+                generations = self.segments[chunk].generations
+                if generations[index]:
+                    generations[index] = 0
+                    self.removals[place] = False
+
+    def free(self, places: Sequence[int]) -> None:
+        with self.lock:
+            for place in places:
+                freed = self.removals.get(place)
+                if freed is not None:
+                    assert not freed, f"place {place} is freed twice"
+                    self.removals[place] = True
+                elif place in self.suspects:
+                    state = self.slab.state(place << SLOT_SHIFT)
+                    assert state is SlotState.RESTING, f"place {place} is {state.name}"
+                else:
+                    self.slab.free(place << SLOT_SHIFT)
+
+    def check_staging(self, places: Iterable[int]) -> bool:
+        """Whether none of these STAGING slots is suspect."""
+        with self.lock:
+            for place in places:
+                state = self.slab.state(place << SLOT_SHIFT)
+                assert state is SlotState.STAGING, f"place {place} is {state.name}"
+            return self.suspects.isdisjoint(places)
+
+    def publish(self, blocks: Sequence[tuple[int, int, bytes]]) -> None:
+        """(place, generation, checksum) of each block of a durable group."""
+        with self.lock:
+            for place, generation, checksum in blocks:
+                chunk, index, _ = self.slab.publish(place << SLOT_SHIFT)
+                segment = self.segments[chunk]
+                segment.checksums[index] = np.frombuffer(checksum, np.uint8)
+                segment.generations[index] = generation
+
+    def pending(self) -> dict[int, bytes]:
+        """Places whose removal is not durable yet, and their keys in the index."""
+        with self.lock:
+            keys = {}
+            for place in self.removals:
+                segment, index = self.locate(place)
+                keys[place] = pack_key(segment.serial, index)
+            return keys
+
+    def removed(self, places: Iterable[int]) -> None:
+        """Their removal is durable now."""
+        with self.lock:
+            for place in places:
+                if self.removals.pop(place) and place not in self.suspects:
+                    self.slab.free(place << SLOT_SHIFT)
+
+    def suspect(self, places: Iterable[int]) -> None:
+        """Keeps slots from use until the next start."""
+        with self.lock:
+            self.suspects.update(places)
+
+    def suspect_staging(self, segments: Iterable[Segment]) -> None:
+        """A sync of these failed: what was written to them and not committed may be lost."""
+        with self.lock:
+            for segment in segments:
+                chunk = segment.chunk
+                for index in np.flatnonzero(self.slab.states(chunk) == SlotState.STAGING).tolist():
+                    self.suspects.add((chunk.offset + index * chunk.slot_bytes) >> SLOT_SHIFT)
+
+    def report_bad(self, place: int) -> None:
+        with self.lock:
+            segment, index = self.locate(place)
+            self._bad[segment.serial, index] += 1
+            if self._bad[segment.serial, index] >= BAD_REPORTS_MAX:
+                self.suspects.add(place)
+
+    def drain(self, slot_bytes: int, header_bytes: int) -> list[int]:
+        with self.lock:
+            offsets = self.slab.drain(slot_bytes, header_bytes)
+        return [offset >> SLOT_SHIFT for offset in offsets]
+
+    def cancel_drain(self, slot_bytes: int, header_bytes: int) -> None:
+        with self.lock:
+            self.slab.cancel_drain(slot_bytes, header_bytes)
+
+    def unlink_doomed(self, files: SegmentFiles) -> None:
+        """Removes files that no class uses any more; a worker, with the lock of the files."""
+        while self.doomed:
+            segment = self.doomed[-1]
+            files.unlink(segment)
+            with self.lock:
+                self.doomed.remove(segment)
+                self.room.doomed_bytes -= segment.geometry.file_bytes
+        self.measured(files.free_bytes())
+
+    def made(self, segment: Segment, free_bytes: int) -> None:
+        """The file of a segment is there now."""
+        with self.lock:
+            self.room.planned_bytes -= segment.geometry.file_bytes
+            self.room.free_bytes = free_bytes
+
+    def measured(self, free_bytes: int) -> None:
+        with self.lock:
+            self.room.free_bytes = free_bytes
+
+    def close(self) -> None:
+        for segment in [*self.segments.values(), *self.doomed]:
+            if segment.fd >= 0:
+                os.close(segment.fd)
+                segment.fd = -1
+        self.segments.clear()
+        self.doomed.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that generations are set of PUBLISHED slots, and of no others."""
+        with self.lock:
+            self.slab.check_integrity()
+            for chunk in self.slab.chunks():
+                published = self.slab.states(chunk) == SlotState.PUBLISHED
+                shown = self.segments[chunk.offset].generations != 0
+                assert np.array_equal(published, shown), f"generations at {chunk.offset} disagree"
+
+    def usage(self) -> TierUsage:
+        slab = self.slab
+        with self.lock:
+            return TierUsage(
+                slab.capacity_bytes, slab.used_bytes, slab.free_bytes, slab.resting_bytes,
+                slab.published_count,
+            )  # fmt: skip
+
+    def generations(self, places: np.ndarray) -> np.ndarray:
+        """Of each place (int64); 0 for what is no slot, too: its segment may be gone."""
+        found = np.zeros(len(places), np.uint64)
+        inside = (places >= 0) & (places < self.slab.capacity_bytes >> SLOT_SHIFT)
+        known = np.flatnonzero(inside)
+        offsets = places[known] << SLOT_SHIFT
+        heads = self.slab.chunk_heads(offsets)
+        for head in np.unique(heads[heads >= 0]).tolist():
+            segment = self.segments.get(head)
+            if segment is None:
+                continue
+            index, rest = np.divmod(offsets - head, segment.chunk.slot_bytes)
+            here = np.flatnonzero(
+                (heads == head) & (rest == 0) & (index < segment.chunk.slot_count)
+            )
+            found[known[here]] = segment.generations[index[here]]
+        return found
+
+    def checksum(self, place: int) -> bytes:
+        segment, index = self.locate(place)
+        if not segment.generations[index]:
+            raise CorruptBlock(f"place {place} of the disk tier holds no committed block")
+        return segment.checksums[index].tobytes()

@@ -1,0 +1,251 @@
+"""The index of a disk tier: an LMDB file of what is stored where, one transaction a group.
+
+    blocks     serial (4 bytes, big-endian), slot (4)  ->  header fields, symbol, check
+    segments   serial (4)                              ->  class, chunk bytes, check
+    meta       "meta"                                  ->  counters of the tier, check
+
+LMDB checks nothing itself, so each value carries a check over key and value. Values are copied
+out of the map, never lent: memory of the map is unmapped under whoever still looks at it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+import xxhash
+
+from kvstore.core.errors import TierError
+from kvstore.tiers.base import BlockHeader
+from kvstore.tiers.disk.io import PAGE, FileIO
+from kvstore.tiers.disk.layout import STORE_ID_BYTES, VERSION, Geometry
+from kvstore.tiers.record import SlotRecord
+
+FULL_RATIO = 0.8
+"""No block is entered from here on: deleting needs room, too."""
+RELIEF_RATIO = 0.75
+
+_KEY = struct.Struct(">II")
+_SERIAL = struct.Struct(">I")
+VALUE = struct.Struct("<QQQII32s32s16s16s16s")
+CHECK_BYTES = 8
+_SEGMENT = struct.Struct("<QQQQ")
+_META = struct.Struct(f"<I{STORE_ID_BYTES}sQQQQ")
+_LMDB_META = struct.Struct("<16xI116xQQ")
+_LMDB_MAGIC = 0xBEEFC0DE
+_META_KEY = b"meta"
+_NAMES = (b"blocks", b"segments", b"meta")
+
+
+class IndexFull(TierError):
+    """The map has no room for more blocks."""
+
+
+class IndexLost(TierError):
+    """A transaction failed; whether it counts is known after `reopen` only."""
+
+
+class Meta(NamedTuple):
+    """Counters of the tier: none of them ever goes back."""
+
+    sequence: int
+    """Number of the last group."""
+    generations: int
+    """No generation from here on was handed out."""
+    watermark: int
+    """Highest generation of any group so far."""
+    serial: int
+    """The next segment gets this number or a higher one."""
+
+
+@dataclass
+class Changes:
+    """What one transaction does."""
+
+    puts: list[tuple[bytes, bytes]] = field(default_factory=list)
+    deletes: Sequence[bytes] = ()
+    segments: dict[int, Geometry] = field(default_factory=dict)
+    gone_segments: Iterable[int] = ()
+
+
+def pack_key(serial: int, index: int) -> bytes:
+    return _KEY.pack(serial, index)
+
+
+def pack_value(key: bytes, record: SlotRecord) -> bytes:
+    header = record.header
+    body = (
+        VALUE.pack(
+            record.generation, header.epoch, header.length, header.position, header.shard,
+            header.space, header.root, header.key, header.parent_key, record.checksum,
+        )
+        + header.symbol
+    )  # fmt: skip
+    return _checked(key, body)
+
+
+def parse_value(key: bytes, raw: bytes) -> SlotRecord | None:
+    """None if it is damaged or another key's."""
+    body = raw[:-CHECK_BYTES]
+    if len(body) < VALUE.size or _checked(key, body) != raw:
+        return None
+    (
+        generation, epoch, length, position, shard, space, root, block_key, parent_key, checksum,
+    ) = VALUE.unpack_from(body)  # fmt: skip
+    symbol = body[VALUE.size :]
+    header = BlockHeader(space, root, block_key, parent_key, position, shard, epoch, length, symbol)
+    return SlotRecord(header, checksum, generation)
+
+
+def _checked(key: bytes, body: bytes) -> bytes:
+    return body + xxhash.xxh3_64_digest(key + body)
+
+
+class DiskIndex:
+    """The open index. One thread at a time is inside; the caller sees to that.
+
+    Its file grows up to `map_bytes` and never shrinks. Closed until `open`, which raises IndexLost.
+    """
+
+    def __init__(self, path: Path, map_bytes: int, store_id: bytes, io: FileIO) -> None:
+        self._path, self.map_bytes, self.store_id, self._io = path, map_bytes, store_id, io
+        self._env: Any = None
+
+    def open(self) -> None:
+        try:
+            # Nobody else opens it (the directory's lock sees to that), so LMDB needs no lock file.
+            self._env = lmdb.open(
+                str(self._path), map_size=self.map_bytes, max_dbs=len(_NAMES), lock=False,
+                mode=0o600, sync=True, metasync=True, writemap=False,
+            )  # fmt: skip
+            self._blocks, self._segments, self._meta = map(self._env.open_db, _NAMES)
+        except (lmdb.Error, OSError) as error:
+            self.close()
+            raise IndexLost(f"the index in {self._path} cannot be opened ({error})") from error
+
+    @property
+    def is_open(self) -> bool:
+        return self._env is not None
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def reopen(self) -> None:
+        self.close()
+        self.open()
+
+    def commit(self, changes: Changes, meta: Meta | None) -> None:
+        """All changes, durably, or none. Raises IndexFull or IndexLost; neither is retried."""
+        try:
+            self._commit(changes, meta)
+        except lmdb.MapFullError as error:
+            raise IndexFull(f"the index in {self._path} is full") from error
+        except (lmdb.Error, OSError) as error:
+            raise IndexLost(f"the index in {self._path} cannot be written ({error})") from error
+
+    def _commit(self, changes: Changes, meta: Meta | None) -> None:
+        assert self._env is not None, "the index is closed"
+        transaction = self._env.begin(write=True)
+        try:
+            for key in changes.deletes:
+                transaction.delete(key, db=self._blocks)
+            for serial in changes.gone_segments:
+                transaction.delete(_SERIAL.pack(serial), db=self._segments)
+            for serial, geometry in changes.segments.items():
+                key = _SERIAL.pack(serial)
+                body = _SEGMENT.pack(*geometry)
+                transaction.put(key, _checked(key, body), db=self._segments)
+            for key, value in changes.puts:
+                transaction.put(key, value, db=self._blocks)
+            if meta is not None:
+                body = _META.pack(VERSION, self.store_id, *meta)
+                transaction.put(_META_KEY, _checked(_META_KEY, body), db=self._meta)
+            self._io.commit(transaction)
+        except BaseException:
+            transaction.abort()
+            raise
+
+    def meta(self) -> Meta | None:
+        """The counters; None if there are none, they are damaged or another store's."""
+        with self._env.begin() as transaction:
+            raw = transaction.get(_META_KEY, db=self._meta)
+        return None if raw is None else self._parse_meta(raw)
+
+    def _parse_meta(self, raw: bytes) -> Meta | None:
+        body = raw[:-CHECK_BYTES]
+        if len(body) != _META.size or _checked(_META_KEY, body) != raw:
+            return None
+        version, store_id, *counters = _META.unpack(body)
+        if (version, store_id) != (VERSION, self.store_id):
+            return None
+        return Meta(*counters)
+
+    def segments(self) -> dict[int, Geometry] | None:
+        """Segments that hold or held blocks; None if an entry is damaged."""
+        found = {}
+        with self._env.begin() as transaction:
+            for key, raw in transaction.cursor(db=self._segments):
+                body = raw[:-CHECK_BYTES]
+                if len(body) != _SEGMENT.size or _checked(key, body) != raw:
+                    return None
+                found[_SERIAL.unpack(key)[0]] = Geometry(*_SEGMENT.unpack(body))
+        return found
+
+    def blocks(self) -> tuple[list[bytes], list[bytes]] | None:
+        """Keys, ascending, and values of all blocks; None if anything about them is wrong."""
+        with self._env.begin() as transaction:
+            count = transaction.stat(self._blocks)["entries"]
+            keys: list[bytes] = []
+            values: list[bytes] = []
+            check, last, least = xxhash.xxh3_64_digest, b"", VALUE.size + CHECK_BYTES
+            for key, raw in transaction.cursor(db=self._blocks):
+                # A damaged tree may lead in circles.
+                if key <= last or len(key) != _KEY.size or len(keys) >= count:
+                    return None
+                if check(key + raw[:-CHECK_BYTES]) != raw[-CHECK_BYTES:] or len(raw) < least:
+                    return None
+                last = key
+                keys.append(key)
+                values.append(raw)
+        return (keys, values) if len(keys) == count else None
+
+    def block(self, key: bytes) -> SlotRecord | None:
+        """One entry; None if it is not there or damaged."""
+        with self._env.begin() as transaction:
+            raw = transaction.get(key, db=self._blocks)
+        return None if raw is None else parse_value(key, raw)
+
+    @property
+    def used_ratio(self) -> float:
+        """Share of the map that holds something."""
+        with self._env.begin() as transaction:
+            stats = [transaction.stat(db) for db in (self._blocks, self._segments, self._meta)]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        used: float = pages * PAGE / self.map_bytes
+        return used
+
+
+def ends_too_early(path: Path) -> bool:
+    """Whether the file lacks pages it claims to have: LMDB would die of a signal on them."""
+    try:
+        with (path / "data.mdb").open("rb") as file:
+            raw, size = file.read(2 * PAGE), file.seek(0, 2)
+    except FileNotFoundError:
+        return False
+    claims = (
+        [
+            (transaction, last_page)
+            for at in (0, PAGE)
+            for magic, last_page, transaction in [_LMDB_META.unpack(raw[at : at + _LMDB_META.size])]
+            if magic == _LMDB_MAGIC
+        ]
+        if len(raw) == 2 * PAGE
+        else []
+    )
+    return not claims or (max(claims)[1] + 1) * PAGE > size

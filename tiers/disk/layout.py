@@ -1,0 +1,168 @@
+"""Layout of a segment file, and what each of its pages says; every page carries its own check.
+
+    page 0           superblock: store, serial number, class, never written again
+    pages 1 and 2    cells, written in turn: number of the last group that touched this segment
+    page 3 ...       headers: whole pages for each slot, at a place that follows from its number
+    then             payloads, back to back, each in whole pages
+
+A header names segment and slot, so one that ends up elsewhere does not count. Codec, key
+identity, nonce and tag are zero: room for payloads that are compressed or encrypted one day.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from kvstore.tiers.base import BlockHeader
+from kvstore.tiers.chunks import Chunk, slot_count
+from kvstore.tiers.disk.io import PAGE, whole_pages
+from kvstore.tiers.record import SlotRecord
+
+VERSION = 1
+STORE_ID_BYTES = 16
+CELLS = (1, 2)
+HEADER_BASE = 3 * PAGE
+CHUNK_OVERHEAD = HEADER_BASE + 2 * PAGE
+"""Of a chunk: superblock and cells, and two pages for what a file system keeps of the file."""
+
+_CHECK_BYTES = 16
+_SUPERBLOCK = struct.Struct("<8sI16sIQQQQQ")
+_CELL = struct.Struct("<8sI16sIQ")
+_HEADER = struct.Struct("<4sHHI12s16sIIQQQIII16s16s16s32s32s")
+_SUPERBLOCK_MAGIC = b"KVSEGMNT"
+_CELL_MAGIC = b"KVGROUP\x00"
+_HEADER_MAGIC = b"KVDH"
+
+
+class Geometry(NamedTuple):
+    """Where things lie in a segment; follows from its class and the size of its chunk."""
+
+    payload_bytes: int
+    header_bytes: int
+    slot_count: int
+    chunk_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.payload_bytes + self.header_bytes
+
+    @property
+    def payload_base(self) -> int:
+        return HEADER_BASE + self.slot_count * self.header_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.payload_base + self.slot_count * self.payload_bytes
+
+    def header_at(self, index: int) -> int:
+        return HEADER_BASE + index * self.header_bytes
+
+    def payload_at(self, index: int) -> int:
+        return self.payload_base + index * self.payload_bytes
+
+    def is_sound(self, unit_shift: int) -> bool:
+        """Whether a segment of this program can look so."""
+        units = self.chunk_bytes >> unit_shift
+        return (
+            self.payload_bytes > 0
+            and self.payload_bytes % PAGE == 0
+            and 0 < self.header_bytes <= self.slot_bytes
+            and self.header_bytes % PAGE == 0
+            and units << unit_shift == self.chunk_bytes
+            and units & (units - 1) == 0 < units
+            and self.slot_count == slot_count(self.slot_bytes, self.chunk_bytes, CHUNK_OVERHEAD) > 0
+        )
+
+
+class Superblock(NamedTuple):
+    store_id: bytes
+    serial: int
+    unit_bytes: int
+    geometry: Geometry
+
+
+def geometry_of(chunk: Chunk) -> Geometry:
+    payload = chunk.slot_bytes - chunk.header_bytes
+    return Geometry(payload, chunk.header_bytes, chunk.slot_count, chunk.size_bytes)
+
+
+def header_bytes(symbol_bytes: int) -> int:
+    """Bytes of a slot's header with a symbol of at most this size: whole pages."""
+    return whole_pages(_HEADER.size + symbol_bytes + _CHECK_BYTES)
+
+
+def pack_superblock(superblock: Superblock) -> bytes:
+    store_id, serial, unit_bytes, geometry = superblock
+    body = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, VERSION, store_id, serial, unit_bytes, *geometry)
+    return _sealed(body, PAGE, 0)
+
+
+def parse_superblock(raw: bytes) -> Superblock | None:
+    """None if it is damaged or of another version."""
+    if len(raw) != PAGE or raw[:8] != _SUPERBLOCK_MAGIC or not _is_sealed(raw, 0):
+        return None
+    _, version, store_id, serial, unit_bytes, *numbers = _SUPERBLOCK.unpack_from(raw)
+    if version != VERSION:
+        return None
+    return Superblock(store_id, serial, unit_bytes, Geometry(*numbers))
+
+
+def pack_cell(store_id: bytes, serial: int, sequence: int) -> bytes:
+    body = _CELL.pack(_CELL_MAGIC, VERSION, store_id, serial, sequence)
+    return _sealed(body, PAGE, 0)
+
+
+def parse_cell(raw: bytes, store_id: bytes, serial: int) -> int:
+    """The group a cell names; 0 if the cell is empty, torn or another segment's."""
+    if len(raw) != PAGE or raw[:8] != _CELL_MAGIC or not _is_sealed(raw, 0):
+        return 0
+    _, version, store, number, sequence = _CELL.unpack_from(raw)
+    return sequence if (version, store, number) == (VERSION, store_id, serial) else 0
+
+
+def pack_header(record: SlotRecord, store_id: bytes, serial: int, index: int, size: int) -> bytes:
+    """All pages of the header of slot `index`."""
+    header = record.header
+    body = (
+        _HEADER.pack(
+            _HEADER_MAGIC, VERSION, 0, 0, b"", b"", serial, index, record.generation,
+            header.epoch, header.length, header.position, header.shard, len(header.symbol),
+            header.key, header.parent_key, record.checksum, header.space, header.root,
+        )
+        + header.symbol
+    )  # fmt: skip
+    assert len(body) + _CHECK_BYTES <= size, "the symbol is larger than was reserved for"
+    return _sealed(body, size, _seed(store_id))
+
+
+def parse_header(raw: bytes, store_id: bytes, serial: int, index: int) -> SlotRecord | None:
+    """The header of slot `index`; None if there is none, it is torn, or another slot's."""
+    if raw[:4] != _HEADER_MAGIC or not _is_sealed(raw, _seed(store_id)):
+        return None
+    (
+        _, version, codec, key_id, _, _, in_segment, in_slot, generation, epoch, length, position,
+        shard, symbol_bytes, key, parent_key, checksum, space, root,
+    ) = _HEADER.unpack_from(raw)  # fmt: skip
+    if (version, codec, key_id, in_segment, in_slot) != (VERSION, 0, 0, serial, index):
+        return None
+    if _HEADER.size + symbol_bytes + _CHECK_BYTES > len(raw) or not generation:
+        return None
+    symbol = raw[_HEADER.size : _HEADER.size + symbol_bytes]
+    header = BlockHeader(space, root, key, parent_key, position, shard, epoch, length, symbol)
+    return SlotRecord(header, checksum, generation)
+
+
+def _seed(store_id: bytes) -> int:
+    return int.from_bytes(store_id[:8], "little")
+
+
+def _sealed(body: bytes, size: int, seed: int) -> bytes:
+    padded = body.ljust(size - _CHECK_BYTES, b"\0")
+    return padded + xxhash.xxh3_128_digest(padded, seed)
+
+
+def _is_sealed(raw: bytes, seed: int) -> bool:
+    return xxhash.xxh3_128_digest(raw[:-_CHECK_BYTES], seed) == raw[-_CHECK_BYTES:]

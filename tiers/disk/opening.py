@@ -1,0 +1,251 @@
+"""Opens the directory of a disk tier: what an earlier life left is found, fitted in, and told.
+
+The index says what is stored. Segments that heard of a later group than the index did are
+believed over it, header by header, and all are if there is no sound index. What needs more room
+than is configured leaves first, oldest segments before others, before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.core.errors import TierError
+from kvstore.tiers.disk import directory
+from kvstore.tiers.disk.belief import Belief, believe
+from kvstore.tiers.disk.books import DiskBooks
+from kvstore.tiers.disk.directory import Format, directory_bytes
+from kvstore.tiers.disk.fitting import fitting, restore
+from kvstore.tiers.disk.index import Changes, DiskIndex, Meta
+from kvstore.tiers.disk.io import FileIO
+from kvstore.tiers.disk.loading import Loaded, load
+from kvstore.tiers.disk.scanning import FoundSegment, Scanner, find_format
+from kvstore.tiers.disk.segments import Room, SegmentFiles, file_name
+
+SIZE_MIN = 2 << 20
+MAP_SHARE, MAP_BYTES_MIN, MAP_BYTES_MAX = 32, 512 << 10, 64 << 30
+SIDE_SHARE, SIDE_BYTES_MIN, SIDE_BYTES_MAX = 256, 128 << 10, 16 << 20
+EXTENT_SHARE = 128
+"""A file system may keep up to this part of a file beside it, to know where its parts lie."""
+UNITS_MAX = 1 << 20
+BATCH = 20_000
+
+
+class Opened(NamedTuple):
+    """An open directory."""
+
+    format: Format
+    books: DiskBooks
+    files: SegmentFiles
+    index: DiskIndex
+    meta: Meta
+    belief: Belief
+    notes: list[str]
+    problem: str
+
+
+def map_bytes(size_bytes: int) -> int:
+    """What of the size the index may take."""
+    return min(max(size_bytes // MAP_SHARE, MAP_BYTES_MIN), MAP_BYTES_MAX) >> 12 << 12
+
+
+def capacity_bytes(path: Path, size_bytes: int) -> int:
+    """What segments may take: not the index, its neighbours and a file system's own share."""
+    side = min(max(size_bytes // SIDE_SHARE, SIDE_BYTES_MIN), SIDE_BYTES_MAX)
+    names = directory.NEIGHBOURS | {directory.FORMAT}
+    sizes = [(path / name).lstat().st_size for name in names if (path / name).is_file()]
+    left = size_bytes - map_bytes(size_bytes) - max(side, 3 * sum(sizes))
+    return left - left // EXTENT_SHARE
+
+
+class Opening:
+    """One start. Raises TierError where the directory cannot be used at all."""
+
+    def __init__(
+        self, path: Path, size_bytes: int, reserve_bytes: int, direct: bool, io: FileIO
+    ) -> None:
+        if size_bytes < SIZE_MIN:
+            raise TierError(f"tiers.disk.size is {size_bytes} bytes; give it at least {SIZE_MIN}")
+        self._path, self._io = path, io
+        self._size_bytes, self._reserve_bytes = size_bytes, reserve_bytes
+        self._notes: list[str] = []
+        self._problem = ""
+        directory.check_private(path)
+        known = directory.read_format(path)
+        if known is None:
+            directory.check_empty(path)
+        directory.make_folders(path)
+        self._notes += directory.close_modes(path)
+        self._format = known or self._new_format()
+        self._capacity = max(
+            min(capacity_bytes(path, size_bytes), UNITS_MAX << self._format.unit_shift),
+            1 << self._format.unit_shift,
+        )
+        self._files = SegmentFiles(
+            path, size_bytes, map_bytes(size_bytes), self._format.store_id,
+            1 << self._format.unit_shift, direct, io,
+        )  # fmt: skip
+        self._scanner = Scanner(self._files, self._format, io)
+
+    def run(self) -> Opened:
+        index = DiskIndex(
+            self._path / directory.INDEX, map_bytes(self._size_bytes), self._format.store_id,
+            self._io,
+        )  # fmt: skip
+        segments = self._scanner.survey()
+        loaded = load(self._path, index, self._notes)
+        if loaded is None and segments and not self._notes:
+            self._notes.append(f"{self._path} has no index; it was made anew from the segments")
+        kept = self._understood(segments, loaded)
+        kept = self._fitting(kept)
+        self._put_right(kept)
+        belief = believe(self._scanner, loaded, {s.serial: s for s in kept}, self._notes)
+        kept = self._without_empty(kept, belief)
+        meta = self._counters(loaded, belief, segments)
+        books = self._books(kept, belief, meta)
+        self._write(index, loaded, belief, kept, meta)
+        return Opened(
+            self._format, books, self._files, index, meta, belief, self._notes, self._problem
+        )
+
+    def _new_format(self) -> Format:
+        """For a new directory, or one whose format file is lost: its segments tell then."""
+        made = find_format(self._path)
+        if made is not None:
+            self._notes.append(f"{self._path / directory.FORMAT} was lost or damaged; made anew")
+        made = made or directory.new_format(self._size_bytes)
+        directory.write_format(self._path, made)
+        return made
+
+    def _understood(
+        self, segments: list[FoundSegment], loaded: Loaded | None
+    ) -> list[FoundSegment]:
+        """Segments whose layout is known, once each; the others go."""
+        kept: dict[int, FoundSegment] = {}
+        known = loaded.segments if loaded is not None else {}
+        for segment in segments:
+            segment.entered = segment.serial in known
+            if segment.geometry is None and segment.entered:
+                segment.geometry, segment.is_mended = known[segment.serial], True
+                self._notes.append(f"the superblock of {segment.name} was damaged; made anew")
+            if segment.geometry is None:
+                self._remove(segment, "is no segment of this store")
+            elif segment.serial in kept:
+                self._remove(segment, "is there under another name, too")
+            else:
+                kept[segment.serial] = segment
+        return list(kept.values())
+
+    def _fitting(self, segments: list[FoundSegment]) -> list[FoundSegment]:
+        """Those that fit the configured size; the oldest of the others go first."""
+        kept = fitting(segments, self._capacity, self._format.unit_shift)
+        for segment in sorted(set(segments) - set(kept), key=lambda s: s.sequence):
+            self._remove(segment, "does not fit tiers.disk.size any more")
+        if kept and self._is_over(kept):
+            directory.remove_aside(self._path)
+        while kept and self._is_over(kept):
+            self._remove(kept.pop(), "does not fit tiers.disk.size any more")
+        return kept
+
+    def _is_over(self, kept: list[FoundSegment]) -> bool:
+        _, rest = directory_bytes(self._path)
+        missing = [s.geometry.file_bytes - s.length for s in kept if s.geometry is not None]
+        rest += sum(max(0, count) for count in missing)
+        return rest + map_bytes(self._size_bytes) > self._size_bytes
+
+    def _put_right(self, segments: list[FoundSegment]) -> None:
+        """Names, sizes and superblocks as they should be."""
+        misnamed = [s for s in segments if s.name != file_name(s.serial)]
+        for suffix in ("moved", "seg"):
+            for segment in misnamed:
+                name = f"{segment.serial}.{suffix}"
+                self._io.rename(segment.name, name, self._files.directory_fd)
+                if suffix == "seg":
+                    self._notes.append(f"{name} had another name; renamed")
+                segment.name = name
+        for segment in list(segments):
+            assert segment.geometry is not None, "understood before"
+            try:
+                if segment.length != segment.geometry.file_bytes:
+                    self._notes.append(f"{segment.name} had another length; corrected")
+                    os.ftruncate(segment.fd, segment.geometry.file_bytes)
+                    self._io.allocate(segment.fd, segment.geometry.file_bytes)
+                if segment.is_mended:
+                    self._scanner.write_superblock(segment)
+            except OSError as error:
+                segments.remove(segment)
+                self._remove(segment, f"could not be put right ({error.strerror})")
+
+    def _without_empty(self, segments: list[FoundSegment], belief: Belief) -> list[FoundSegment]:
+        filled = set(belief.blocks.serials.tolist())
+        for segment in segments:
+            if segment.serial not in filled:
+                self._remove(segment)
+        return [segment for segment in segments if segment.serial in filled]
+
+    def _remove(self, segment: FoundSegment, reason: str = "") -> None:
+        os.close(segment.fd)
+        self._io.unlink(segment.name, self._files.directory_fd)
+        if reason:
+            self._notes.append(f"{segment.name} in {self._path} {reason}; it was removed")
+
+    def _counters(
+        self, loaded: Loaded | None, belief: Belief, segments: list[FoundSegment]
+    ) -> Meta:
+        """Where counting goes on: above all that anything says."""
+        old = loaded.meta if loaded is not None else Meta(0, 1, 0, 1)
+        rows = belief.blocks.rows
+        highest = int(rows["generation"].max()) if len(rows) else 0
+        serials = [s.serial + 1 for s in segments]
+        return Meta(
+            max([old.sequence, *(s.sequence for s in segments)]),
+            max(old.generations, highest + 1),
+            max(old.watermark, highest),
+            max([old.serial, *serials]),
+        )
+
+    def _books(self, kept: list[FoundSegment], belief: Belief, meta: Meta) -> DiskBooks:
+        room = Room(self._reserve_bytes, self._files.free_bytes())
+        books = DiskBooks(self._capacity, self._format.unit_shift, room, meta.serial)
+        restore(books, kept, belief.blocks)
+        return books
+
+    def _write(
+        self, index: DiskIndex, loaded: Loaded | None, belief: Belief,
+        kept: list[FoundSegment], meta: Meta,
+    ) -> None:  # fmt: skip
+        """Makes the index say what is believed; if that fails, the tier only reads."""
+        try:
+            index_bytes, _ = directory_bytes(self._path)
+            if loaded is None or index_bytes > map_bytes(self._size_bytes):
+                index.close()
+                directory.empty_index(self._path)
+                index.open()
+                puts, deletes = belief.blocks.entries(), []
+                known = set[int]()
+            else:
+                puts, deletes = belief.newer.entries(), belief.stale
+                known = set(loaded.segments)
+            here = {s.serial: s.geometry for s in kept if s.geometry is not None}
+            fresh = {serial: here[serial] for serial in here.keys() - known}
+            gone = known - here.keys()
+            _in_batches(index, puts, deletes, Changes(segments=fresh, gone_segments=gone), meta)
+            for segment in kept:
+                segment.entered = True
+        except (TierError, OSError) as error:
+            self._problem = f"its index could not be written ({error})"
+
+
+def _in_batches(
+    index: DiskIndex, puts: list[tuple[bytes, bytes]], deletes: list[bytes], last: Changes,
+    meta: Meta,
+) -> None:  # fmt: skip
+    """Deletes first; the counters come with the last batch, so that half of it is no index."""
+    if not (puts or deletes or last.segments or last.gone_segments) and index.meta() == meta:
+        return
+    for start in range(0, len(deletes), BATCH):
+        index.commit(Changes(deletes=deletes[start : start + BATCH]), None)
+    for start in range(0, len(puts), BATCH):
+        index.commit(Changes(puts=puts[start : start + BATCH]), None)
+    index.commit(last, meta)
