@@ -196,10 +196,10 @@ class Tier(Protocol):
         """
         ...
 
-    def report_bad(self, places: Sequence[int]) -> None:
-        """What was read from these places was not what had been written there.
+    def report_bad(self, place: int) -> None:
+        """What was read from `place` was not what had been written there; it is discarded next.
 
-        They are discarded next; a slot that is reported again and again is not used any more.
+        A slot that is reported again and again is not used any more.
         """
         ...
 

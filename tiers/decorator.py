@@ -78,8 +78,8 @@ class TierDecorator:
     def finish_recovery(self) -> list[int]:
         return self.inner.finish_recovery()
 
-    def report_bad(self, places: Sequence[int]) -> None:
-        self.inner.report_bad(places)
+    def report_bad(self, place: int) -> None:
+        self.inner.report_bad(place)
 
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
         return self.inner.drain_candidates(payload_bytes, symbol_bytes, pool)

@@ -199,7 +199,7 @@ class MemoryTier:
             self._slots[place].record = None
         return sorted(resting)
 
-    def report_bad(self, places: Sequence[int]) -> None:
+    def report_bad(self, place: int) -> None:
         pass
 
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:

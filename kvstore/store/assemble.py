@@ -15,7 +15,7 @@ from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.store.kvstore import KVStore
 from kvstore.store.leases import LeaseTable
-from kvstore.store.parts import HOST, EventSink, Parts, SpaceRecord
+from kvstore.store.parts import DISK, HOST, EventSink, Parts, SpaceRecord
 from kvstore.store.retire import RetiredSlots
 from kvstore.tiers.base import AddressableTier, Tier
 
@@ -66,12 +66,16 @@ def assemble(
         leases=LeaseTable(clock, config.limits.lease_ttl_seconds, lambda: next(ids), lease_ended),
         retired=retired,
     )
-    _set_quotas(residency, config.tenants)
+    _set_quotas(residency, config.tenants, disk is not None)
     return KVStore(parts, boot_id)
 
 
-def _set_quotas(residency: Residency, tenants: Any) -> None:
+def _set_quotas(residency: Residency, tenants: Any, disk: bool) -> None:
     for tenant in tenants:
         cap = None if tenant.host_cap is None else int(tenant.host_cap)
         floor = None if tenant.host_floor is None else int(tenant.host_floor)
         residency.set_quota(tenant.name, HOST, cap, floor)
+        if disk:
+            cap = None if tenant.disk_cap is None else int(tenant.disk_cap)
+            floor = None if tenant.disk_floor is None else int(tenant.disk_floor)
+            residency.set_quota(tenant.name, DISK, cap, floor)

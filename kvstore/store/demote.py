@@ -53,15 +53,18 @@ class WriteBehind:
     def is_idle(self) -> bool:
         return not self._running and not self._open.parts and not self._settling
 
-    def poke(self, space: Space) -> None:
-        """Host took blocks of `space` in: writes what is due of its pool now, a bounded part."""
+    def poke(self, pool: str) -> None:
+        """Host `pool` took blocks in: writes what is due of it now, a bounded part."""
         if self._parts.disk is None or not self._may_write():
             return
         if len(self._running) >= GROUPS_RUNNING:
             return  # what is due stays due, and the next group's end goes on with it
-        byte_count = min(GROUP_BYTES, RESERVE_BLOCKS_MAX * space.slot_bytes * space.shard_count)
-        for action in self._parts.residency.demotions(space.pool, byte_count):
-            if not self.take(action.run, action.start, action.stop):
+        left = RESERVE_BLOCKS_MAX
+        for action in self._parts.residency.demotions(pool, GROUP_BYTES):
+            wanted = min(left, action.stop - action.start)
+            begun = self.take(action.run, action.start, action.start + wanted)
+            left -= begun
+            if begun < wanted or left <= 0:
                 break
 
     def _may_write(self) -> bool:
@@ -194,15 +197,15 @@ class WriteBehind:
 
     def _take_over(self) -> None:
         """Groups count in the order they were sent: a child never before its parent."""
-        spaces: dict[str, Space] = {}
+        pools: dict[str, None] = {}
         while self._running and self._running[0].moved is not None:
             group = self._running.popleft()
             if self._writer.finish(group) < group.block_count:
                 self._paused_until = self._parts.clock.now() + RETRY_SECONDS
-            spaces.update({part.space.pool: part.space for part in group.parts})
+            pools.update({part.space.pool: None for part in group.parts})
         self._tell()
-        for space in spaces.values():
-            self.poke(space)
+        for pool in pools:
+            self.poke(pool)
 
     def when_changed(self, call: Callable[[], None]) -> None:
         """Calls once, when a group or a settling has ended."""
@@ -226,6 +229,8 @@ class WriteBehind:
         disk = self._parts.disk
         if disk is None:
             return
+        for pool in self._parts.config.host_pools:
+            self.poke(pool)
         self.submit()
         if not self._running and now >= self._paused_until and not disk.problem:
             self._settle()

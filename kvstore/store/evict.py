@@ -157,7 +157,8 @@ class Remover:
         if reason == "corrupt":
             parts.recorder.corrupt(parts.tier_names[tier], 1)
             if tier == DISK and parts.disk is not None:
-                parts.disk.report_bad(index.places_grid(run, i, i + 1)[0, DISK].tolist())
+                for place in index.places_grid(run, i, i + 1)[0, DISK].tolist():
+                    parts.disk.report_bad(place)
         held = (index.places_grid(run, i, i + 1)[0] >= 0).all(axis=1)
         held[tier] = False
         if not held.any():

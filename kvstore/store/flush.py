@@ -78,6 +78,8 @@ class _Flush:
         for part, start, stop in unwritten(self._parts.index, run):
             begun = self._behind.take(part, start, stop, forced=True)
             self._begun += begun
+            if begun < stop - start:
+                self._behind.submit()
             if begun < stop - start and not self._behind.is_idle and not self._has_failed():
                 return False
         return True

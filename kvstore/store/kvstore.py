@@ -68,12 +68,15 @@ class KVStore(OperatorCalls):
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
         room = HostRoom(parts, self.remover, Relocator(parts, self.remover))
-        self._promoter = Promoter(parts, self.remover, room)
+        self._promoter = Promoter(parts, self.remover, room, self.behind.poke)
         self._lookups = LookupFlow(parts, self.verifier, self._promoter)
         self._restores = RestoreFlow(parts, self._lookups, self.remover, self._promoter)
         self._reserves = ReserveFlow(parts, self.reservations, self.remover, room)
         self._commits = CommitFlow(
-            parts, self.reservations, Publisher(parts, self.remover), self.behind.poke
+            parts,
+            self.reservations,
+            Publisher(parts, self.remover),
+            lambda space: self.behind.poke(space.pool),
         )
         self._flushes = FlushFlow(parts, self.behind)
         if parts.disk is not None:

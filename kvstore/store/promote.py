@@ -65,10 +65,16 @@ class Piece:
 
 
 class Promoter:
-    """Brings blocks from disk into host, each once however many ask for it."""
+    """Brings blocks from disk into host, each once however many ask for it.
 
-    def __init__(self, parts: Parts, remover: Remover, room: HostRoom) -> None:
+    `taken(pool)` hears that a host pool took blocks in.
+    """
+
+    def __init__(
+        self, parts: Parts, remover: Remover, room: HostRoom, taken: Callable[[str], None]
+    ) -> None:
         self._parts = parts
+        self._taken = taken
         self._remover = remover
         self._room = room
         self._pieces: dict[int, Piece] = {}  # by the disk place of each block's first shard
@@ -162,9 +168,11 @@ class Promoter:
         readable, kind, reason = self._take_in(piece, path, moved)
         parts.index.unanchor(piece.anchor)
         parts.stop_reading(piece.reader)
-        if kind in ("corrupt", "failed"):
-            self._drop_bad(piece, path, readable, kind)
         piece.tell(readable, kind, reason)
+        if kind in ("corrupt", "failed"):
+            self._drop_bad(piece, path, readable)
+        if path:
+            self._taken(path[0].run.root.space.pool)
 
     def _take_in(self, piece: Piece, path: list[Span], moved: Moved) -> tuple[int, str, str]:
         """Makes READY what arrived whole; answers with how many blocks, and why not all."""
@@ -238,7 +246,7 @@ class Promoter:
         )
         return True
 
-    def _drop_bad(self, piece: Piece, path: list[Span], readable: int, kind: str) -> None:
+    def _drop_bad(self, piece: Piece, path: list[Span], readable: int) -> None:
         """The first block that could not be read leaves the disk; the others were not to blame."""
         position = piece.first + readable
         for run, start, stop in path:

@@ -40,7 +40,7 @@ def test_events_tell_what_is_readable(make_desk: Any) -> None:
 
 def of(desk: Any, engine: Any) -> set[bytes]:
     """READY keys of an engine's space, in truth."""
-    return ready_keys(desk.kv.parts).get(engine.space.id, set())
+    return ready_keys(desk.kv.parts).get((engine.space.id, "host"), set())
 
 
 def test_parents_link_up(desk: Any, engine: Any) -> None:

@@ -37,14 +37,17 @@ class Follower:
     def of(self, engine: Any) -> set[bytes]:
         return self.keys.get((engine.space.id, "host"), set())
 
-    def keys_by_space(self) -> dict[bytes, set[bytes]]:
-        return {space: keys for (space, _), keys in self.keys.items() if keys}
+    def readable(self) -> dict[tuple[bytes, str], set[bytes]]:
+        return {where: keys for where, keys in self.keys.items() if keys}
 
 
-def ready_keys(parts: Any) -> dict[bytes, set[bytes]]:
-    """What is READY in truth, by space, from the headers in the tier."""
-    found: dict[bytes, set[bytes]] = {}
+def ready_keys(parts: Any) -> dict[tuple[bytes, str], set[bytes]]:
+    """What is READY in truth, by space and medium, from the headers in the tiers."""
+    found: dict[tuple[bytes, str], set[bytes]] = {}
     for run in parts.index.runs():
-        for place in parts.index.places([(run, 0, run.ready)], 0, 0).tolist():
-            found.setdefault(run.root.space.id, set()).add(parts.host.header(place).key)
+        for number, tier in enumerate(parts.tiers):
+            for place in parts.index.places([(run, 0, run.ready)], number, 0).tolist():
+                if place >= 0:
+                    where = (run.root.space.id, parts.tier_names[number])
+                    found.setdefault(where, set()).add(tier.header(place).key)
     return found

@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 from follower import ready_keys
 
-from kvstore.core.errors import InvalidRequest, KVStoreError
-from kvstore.testing import Fault, SimulatedCrash
+from kvstore.core.errors import InvalidRequest, KVStoreError, LeaseLost
+from kvstore.core.plan import Slots
+from kvstore.testing import Fault, MemoryTier, SimulatedCrash
+from kvstore.tiers.disk import DiskTier
 
 POOLS = {"": 320 << 10, "b": 64 << 10}
+DISK_BYTES = 640 << 10
 SECTIONS = {
     "tenants": [{"name": "b", "isolated": True, "host_size": "1MiB"}],
-    "tiers": {"host": {"size": "4MiB"}},
+    "tiers": {"host": {"size": "4MiB"}, "disk": {"endurance_dwpd": 0.0}},
     "limits": {"max_lease_ttl_seconds": 10.0, "events_kept": 1_000_000},
 }
 SPACES: list[dict[str, Any]] = [
@@ -41,6 +44,7 @@ class SimulatedWorld:
     engines: list[list[Any]]
     known: dict[Any, Any]
     happened: Counter[str]
+    disk: Any
 
     def time(self) -> None:
         self.pass_time(self.random.random() * 2)
@@ -90,6 +94,28 @@ class SimulatedWorld:
             self.known = {key: shards for key, shards in self.known.items() if key[0] != n}
             self.held = [held for held in self.held if held.engine.space is not space]
 
+    def restore(self) -> None:
+        """Has blocks of a lease brought from disk; what comes is right, and stays while leased."""
+        if not self.held:
+            return
+        held = self.random.choice(self.held)
+
+        def came(answer: Any) -> None:
+            if isinstance(answer, Slots):
+                self.happened["restored"] += len(answer.places)
+                self.check_bytes(held.engine, answer, held.tokens, held.epoch)
+                held.restored.append(answer)
+            else:
+                self.happened[f"not restored: {answer.reason[:40]}"] += answer.block_count
+
+        with suppress(LeaseLost):
+            call = self.desk.kv.restore
+            self.later(call(held.engine.session, held.found.lease_id, 0, 0, came), lambda _: None)
+
+    def flush(self) -> None:
+        if self.disk is not None:
+            self.later(self.desk.kv.flush(), lambda _: None)
+
     def verify(self) -> None:
         def verified(result: Any) -> None:
             assert not result.corrupt_blocks or self.lies()
@@ -115,12 +141,22 @@ class SimulatedWorld:
         else:
             self.inner.close(keep=True)
             self.inner = self.new_inner()
+        if isinstance(self.disk, MemoryTier):
+            self.disk = self.disk.reopened()
+        elif self.disk is not None:
+            self.disk.close(keep=True)
+            self.disk = self.new_disk()
         try:
-            self.desk.store.restart(self.wrapped(self.inner))
+            self.desk.store.restart(self.wrapped(self.inner), self.wrapped_disk())
         except SimulatedCrash:
             self.crash()
             return
         self.attach()
+
+    def new_disk(self) -> Any:
+        if self.disk_kind == "disk":
+            return DiskTier(self.directory / "disk", DISK_BYTES * 8)
+        return MemoryTier(DISK_BYTES, "disk") if self.disk_kind else None
 
     # ---- What always holds ----
 
@@ -129,7 +165,8 @@ class SimulatedWorld:
             # A check that runs may have found lies of the memory: those leases are lost.
             self.held = [held for held in self.held if held.engine.is_intact(held.found)]
         for held in self.held[-4:]:
-            self.check_bytes(held.engine, held.found, held.tokens, held.epoch)
+            for slots in (held.found.slots, *held.restored):
+                self.check_bytes(held.engine, slots, held.tokens, held.epoch)
         if self.step % 4 == 0:
             self.desk.store.check_integrity()
 
@@ -138,9 +175,10 @@ class SimulatedWorld:
         self.budget.rates.clear()
         self.desk.settle()
         assert not self.open, "a call never got its answer"
-        self.desk.clock.advance(200.0)
-        self.desk.kv.tick()
-        self.desk.settle()
+        for _ in range(3):
+            self.desk.clock.advance(200.0)
+            self.desk.kv.tick()
+            self.desk.settle()
         parts, status = self.desk.kv.parts, self.desk.kv.status()
         held = (status.session_count, status.lease_count, status.reservation_count,
                 status.pin_count, status.leased_bytes, status.reserved_bytes)  # fmt: skip
@@ -152,24 +190,35 @@ class SimulatedWorld:
         assert usage.resting_bytes == 0, "slots rest for ever"
         ready = self.desk.wait(self.desk.kv.verify())
         assert not ready.corrupt_blocks or self.lies()
+        self.desk.settle()
         usage = self.inner.usage()
-        assert usage.block_count == self.check_all_ready()
-        assert self.follower.keys_by_space() == ready_keys(parts)
+        assert usage.block_count == self.check_all_ready(0, self.inner)
+        if self.disk is not None:
+            self.desk.kv.tick()
+            self.desk.settle()
+            assert self.disk.usage().resting_bytes == 0, "slots rest on disk for ever"
+            on_disk = self.check_all_ready(1, self.disk)
+            assert self.disk.usage().block_count == on_disk
+            self.happened["blocks on disk in the end"] = on_disk
+        assert self.follower.readable() == ready_keys(parts)
         self.happened["blocks in the end"] = usage.block_count
         self.happened.update({f"fault {f}": n for f, n in self.budget.happened.items()})
 
-    def check_all_ready(self) -> int:
-        """Every READY block holds its own bytes; answers with how many slots that are."""
+    def check_all_ready(self, number: int, tier: Any) -> int:
+        """Every READY block of a tier holds its own bytes; answers with how many slots that are."""
         parts, engines, slots = self.desk.kv.parts, {}, 0
         for n in range(len(SPACES)):
             for engine in self.new_engines(n):
                 engines[engine.space.id, engine.attachment.shard] = engine
         for run in parts.index.runs():
             for shard in range(run.root.space.shard_count):
-                for place in parts.index.places([(run, 0, run.ready)], 0, shard).tolist():
-                    header = self.inner.header(place)
+                for place in parts.index.places([(run, 0, run.ready)], number, shard).tolist():
+                    if place < 0:
+                        continue
+                    header = tier.header(place)
                     engine = engines[header.space, header.shard]
-                    stored = np.frombuffer(self.inner.view(place, header.length), np.uint8)
+                    stored = np.empty(header.length, np.uint8)
+                    tier.read(place, stored, header.length)
                     assert header.epoch == engine.space.epoch
                     assert np.array_equal(stored, engine.payload(header.key)), "foreign bytes"
                     slots += 1

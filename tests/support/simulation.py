@@ -52,6 +52,7 @@ class Held:
     def __init__(self, engine: Engine, found: Any, tokens: list[int], until: float) -> None:
         self.engine, self.found, self.tokens, self.until = engine, found, tokens, until
         self.epoch = engine.space.epoch
+        self.restored: list[Any] = []
 
 
 class Simulation(SimulatedWorld):
@@ -67,6 +68,8 @@ class Simulation(SimulatedWorld):
         self.open: list[Completion[Any]] = []
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
         self.kind = random.choice(["memory", "memory", "host"])
+        self.disk_kind = random.choice(["", "", "memory", "memory", "disk"])
+        self.watermark = random.choice([0.0, 0.3, 0.7])
         rates = {fault: rate * random.random() for fault, rate in RATES.items()}
         self.rates = {fault: rate for fault, rate in rates.items() if random.random() < 0.4}
         self.budget = FaultBudget(dict(self.rates))
@@ -76,7 +79,8 @@ class Simulation(SimulatedWorld):
             for name, base in {
                 "begin_put": 8, "commit": 12, "abort": 1, "lookup": 12, "release": 4, "renew": 2,
                 "finish": 1, "read": 2, "time": 3, "long_time": 0.5, "clear": 0.3, "bump": 0.3,
-                "verify": 0.5, "die": 0.5, "pin": 0.5, "quota": 0.5, "crash": 0.3,
+                "verify": 0.5, "die": 0.5, "pin": 0.5, "quota": 0.5, "crash": 0.3, "restore": 6,
+                "flush": 0.5,
             }.items()
         }  # fmt: skip
         self.weights |= {"begin_put": 8, "commit": 12, "lookup": 8, "copy": 20, "turn": 20}
@@ -102,15 +106,19 @@ class Simulation(SimulatedWorld):
         finally:
             with suppress(AttributeError):
                 self.inner.close(keep=False)
+                if self.disk is not None:
+                    self.disk.close(keep=False)
             shutil.rmtree(self.directory)
 
     def begin(self) -> None:
-        self.inner = self.new_inner()
+        self.inner, self.disk = self.new_inner(), self.new_disk()
+        disk = {"demote_watermark": self.watermark, **SECTIONS["tiers"]["disk"]}
         self.desk = Desk(
             tier=MemoryTier(POOLS), directory=self.directory, late=True,
-            seed=self.random.randrange(1 << 30), sections=SECTIONS,
+            seed=self.random.randrange(1 << 30),
+            sections={**SECTIONS, "tiers": {**SECTIONS["tiers"], "disk": disk}},
         )  # fmt: skip
-        self.desk.store.restart(self.wrapped(self.inner))
+        self.desk.store.restart(self.wrapped(self.inner), self.wrapped_disk())
         self.attach()
 
     def new_inner(self) -> Any:
@@ -126,6 +134,9 @@ class Simulation(SimulatedWorld):
         if self.throttle:
             tier = ThrottledTier(tier, self.throttle, 0.01, clock=clock, sleep=clock.advance)
         return tier
+
+    def wrapped_disk(self) -> Any:
+        return self.wrapped(self.disk) if isinstance(self.disk, MemoryTier) else self.disk
 
     def attach(self) -> None:
         self.lives = 0
@@ -246,17 +257,19 @@ class Simulation(SimulatedWorld):
         assert blocks <= bound, f"{blocks} blocks were found of at most {bound}"
         self.happened["hit" if blocks else "miss"] += 1
         if found.lease_id:
-            self.check_bytes(engine, found, tokens, engine.space.epoch)
+            self.check_bytes(engine, found.slots, tokens, engine.space.epoch)
             if not request:
                 until = self.desk.clock.now() + found.lease_ttl_seconds
                 self.held.append(Held(engine, found, tokens, until))
 
-    def check_bytes(self, engine: Engine, found: Any, tokens: list[int], epoch: int) -> None:
+    def check_bytes(self, engine: Engine, slots: Any, tokens: list[int], epoch: int) -> None:
         """Every leased slot holds its own block; what lying memory spoiled fits no checksum."""
-        keys, slots = engine.keys(tokens), found.slots
+        keys = engine.keys(tokens)
         for i, (place, generation) in enumerate(
             zip(slots.places.tolist(), slots.generations.tolist(), strict=True)
         ):
+            if place < 0:
+                continue  # on disk
             assert self.inner.generation(place) == generation, "a leased slot changed"
             stored = bytes(self.inner.view(place, engine.space.block_bytes))
             right = engine.payload(keys[slots.first_block + i], epoch).tobytes()

@@ -186,7 +186,7 @@ class HostTier:
             for offset in pool.finish_recovery()
         ]
 
-    def report_bad(self, places: Sequence[int]) -> None:
+    def report_bad(self, place: int) -> None:
         pass
 
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
