@@ -27,8 +27,8 @@ def command(
     """Run the daemon.
 
     SIGTERM drains (server.drain_seconds) and stops, a second one stops at once; SIGHUP reads
-    policy and quotas again. The host pool stays for the next start; `kvstore drain --free`
-    removes it.
+    policy and quotas again. The host pool stays for the next start, unless `kvstore drain --free`
+    removes it; a disk tier always stays.
     """
     from kvstore.core.clock import SystemClock
     from kvstore.daemon import serve

@@ -1,6 +1,6 @@
-"""The daemon: composition root and life. The only file that names concrete tiers.
+"""The life of a daemon.
 
-locks -> pools -> recovery -> doors open -> serve -> drain -> doors closed -> pools kept
+locks -> tiers -> recovery -> doors open -> serve -> drain -> doors closed -> tiers kept
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from kvstore.core.config import Config
 from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
+from kvstore.daemon.tiers import (
+    ProblemLog,
+    call_within,
+    link_threads,
+    lock_directories,
+    open_tiers,
+)
 from kvstore.events import EventLog
 from kvstore.httpd import WatchServer
 from kvstore.locks import FileLock, private_directory
 from kvstore.metrics import Metrics
-from kvstore.mover import CHECK_LINK, COPY_LINK, LINKS, ThreadMover
+from kvstore.mover import ThreadMover
 from kvstore.recovery import recover
 from kvstore.scheduling import take_short_turns
 from kvstore.server.access import Access
@@ -36,15 +43,13 @@ from kvstore.server.sessions import Sessions
 from kvstore.server.staging import StagingBudget
 from kvstore.store.assemble import assemble
 from kvstore.store.kvstore import SESSION_TTL_SECONDS, KVStore
-from kvstore.store.parts import HOST, TIER_NAMES
-from kvstore.store.record import FileRecord, MemoryRecord
-from kvstore.tiers.epochs import EpochsFile
-from kvstore.tiers.host import HostTier, PoolConfig
+from kvstore.store.record import FileRecord
 
 TICK_SECONDS = 0.05
 STALL_PROBE_SECONDS = 0.01
 GAUGE_TICKS = 10
 DEAD_AFTER_SECONDS = 10.0
+CLOSE_SECONDS = 10.0
 PR_SET_DUMPABLE = 4
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_MESSAGE_BYTES = 16 << 20
@@ -71,6 +76,7 @@ class Daemon:
         self._last_tick = self.clock.now()
         self._ticks = 0
         self._locks: list[FileLock] = []
+        self._problems = ProblemLog()
 
     async def run(self) -> None:
         """Serves until drained or stopped. Raises ConfigError, TierError or AlreadyRunning."""
@@ -97,10 +103,7 @@ class Daemon:
         group = parse_group("server.socket_group", config.server.socket_group)
         private_directory(socket.parent, "server.socket", group)
         self._locks.append(FileLock(Path(f"{socket}.lock"), f"the socket {socket}"))
-        if config.tiers.host.pool == "shm":
-            path = Path(config.tiers.host.directory)
-            private_directory(path, "tiers.host.directory")
-            self._locks.append(FileLock(path / "LOCK", f"the host pool in {path}"))
+        self._locks += lock_directories(config)
 
     def _start_watch(self) -> WatchServer | None:
         address = self.config.server.metrics
@@ -121,40 +124,21 @@ class Daemon:
     # ---- Opening ----
 
     def _open_store(self) -> None:
-        config, host_config = self.config, self.config.tiers.host
-        shm = host_config.pool == "shm"
-        directory = Path(host_config.directory)
-        epochs = EpochsFile(directory) if shm else None
-        self._host = HostTier(
-            [PoolConfig(name, size) for name, size in config.host_pools.items()],
-            kind=host_config.pool,
-            directory=directory if shm else None,
-            hugepages=host_config.hugepages,
-            hugetlb_directory=host_config.hugetlb_directory or None,
-            prefault=host_config.prefault,
-            lock_memory=host_config.mlock,
-            first_generation=max(1, epochs.generation_floor if epochs else 1),
-        )
-        for note in [*self._host.notes, *(epochs.notes if epochs else [])]:
+        config = self.config
+        tiers = self._tiers = open_tiers(config)
+        for note in tiers.notes:
             _log.warning("%s", note)
-        record = (
-            MemoryRecord()
-            if epochs is None
-            else FileRecord(directory, epochs, self._host.next_generation)
-        )
-        self._mover = ThreadMover(
-            self._post,
-            {COPY_LINK: config.server.worker_threads, CHECK_LINK: 1},
-            int(config.limits.queue_bytes_per_link),
-        )
+        threads = link_threads(config)
+        self._links = tuple(threads)
+        self._mover = ThreadMover(self._post, threads, int(config.limits.queue_bytes_per_link))
         self.store = assemble(
-            config, self.clock, self._host, record, self._mover,
+            config, self.clock, tiers.host, tiers.record, self._mover,
             EventLog(self.clock.wall, config.limits.events_kept), self._defer,
-            random_token(8).hex(), self.metrics,
+            random_token(8).hex(), self.metrics, tiers.disk,
         )  # fmt: skip
         self.store.on_drain = self.drain
-        if isinstance(record, FileRecord) and epochs is not None:
-            found = recover(self.store, record, epochs)
+        if isinstance(tiers.record, FileRecord) and tiers.epochs is not None:
+            found = recover(self.store, tiers.record, tiers.epochs)
             if found.adopted_blocks or found.dropped_shards:
                 _log.info(
                     "took back %d blocks of an earlier daemon, dropped %d",
@@ -242,12 +226,14 @@ class Daemon:
             view.lease_count, view.leased_bytes, view.pinned_bytes, view.reserved_bytes
         )
         self.metrics.set_index(parts.index.block_count, parts.index.run_count)
-        tier = view.tiers[TIER_NAMES[HOST]]
-        self.metrics.set_tier(
-            TIER_NAMES[HOST], tier.capacity_bytes, tier.used_bytes, tier.free_bytes,
-            tier.resting_bytes, tier.block_count,
-        )  # fmt: skip
-        for link in LINKS:
+        for name, tier in view.tiers.items():
+            self.metrics.set_tier(
+                name, tier.capacity_bytes, tier.used_bytes, tier.free_bytes, tier.resting_bytes,
+                tier.block_count,
+            )  # fmt: skip
+            self.metrics.set_tier_degraded(name, bool(tier.problem))
+            self._problems.tell(name, tier.problem)
+        for link in self._links:
             self.metrics.set_queue(link, self._mover.queued_bytes(link))
 
     def reload(self) -> None:
@@ -264,15 +250,20 @@ class Daemon:
         residency = self.store.parts.residency
         if config.policy.eviction != residency.policy_name:
             self.store.set_policy(config.policy.eviction)
-        for name in self._with_quotas - {tenant.name for tenant in config.tenants}:
-            residency.set_quota(name, HOST, None, None)
-        for tenant in config.tenants:
-            cap = None if tenant.host_cap is None else int(tenant.host_cap)
-            floor = None if tenant.host_floor is None else int(tenant.host_floor)
-            residency.set_quota(tenant.name, HOST, cap, floor)
-            self.store.remover.trim(self.store.parts.pool_of(tenant.name), tenant.name)
+        self._take_quotas(config)
         self._with_quotas = {tenant.name for tenant in config.tenants}
         _log.info("policy and quotas are reloaded; other changes need a restart")
+
+    def _take_quotas(self, config: Config) -> None:
+        assert self.store is not None
+        parts = self.store.parts
+        quotas = {tenant.name: tenant.quota for tenant in config.tenants}
+        for tier, tier_name in enumerate(parts.tier_names):
+            for name in self._with_quotas - set(quotas):
+                parts.residency.set_quota(name, tier, None, None)
+            for name, quota in quotas.items():
+                parts.residency.set_quota(name, tier, *quota(tier_name))
+                self.store.remover.trim(tier, parts.pool_of(name), name)
 
     # ---- Leaving ----
 
@@ -300,12 +291,28 @@ class Daemon:
         if hasattr(self, "_mover"):
             await self._loop.run_in_executor(None, self._mover.close)
             await asyncio.sleep(0)
-        if hasattr(self, "_host"):
-            self._host.close(keep=not self._free_pool)
-        for lock in self._locks:
-            lock.release()
+        if self._close_tiers():
+            for lock in self._locks:
+                lock.release()
         if served:
             _log.info("stopped")
+
+    def _close_tiers(self) -> bool:
+        """Closes the tiers; False when a disk does not answer, and all is left as in a crash.
+
+        Then a worker may still be inside: locks stay until the kernel has ended the process.
+        """
+        if not hasattr(self, "_tiers"):
+            return True
+        host, disk = self._tiers.host, self._tiers.disk
+        if hasattr(self, "_mover") and any(map(self._mover.queued_bytes, self._links)):
+            _log.error("a disk does not answer; leaving without it, the next start looks through")
+            return False
+        if disk is not None and not call_within(CLOSE_SECONDS, disk.close):
+            _log.error("the disk tier does not close in time; the next start looks through it")
+            return False
+        host.close(keep=not self._free_pool)
+        return True
 
 
 def _harden() -> None:

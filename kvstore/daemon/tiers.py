@@ -1,0 +1,140 @@
+"""Tiers and record of a daemon: locked, opened and closed as the configuration says."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.core.config import Config, HostSection
+from kvstore.core.generations import Generations
+from kvstore.locks import FileLock, private_directory
+from kvstore.mover import (
+    CHECK_LINK,
+    COPY_LINK,
+    DISK_CHECK_LINK,
+    READ_LINK,
+    RECORD_LINK,
+    WRITE_LINK,
+)
+from kvstore.store.record import FileRecord, MemoryRecord, move_record
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.directory import FORMAT, check_empty, check_private
+from kvstore.tiers.epochs import EpochsFile
+from kvstore.tiers.host import HostTier, PoolConfig
+
+LOCK_NAME = "LOCK"
+WRITE_THREADS = 2
+
+_log = logging.getLogger("kvstore.daemon")
+
+
+class OpenTiers(NamedTuple):
+    """What the store is put together from; `epochs` is None where nothing is written down."""
+
+    host: HostTier
+    disk: DiskTier | None
+    record: MemoryRecord | FileRecord
+    epochs: EpochsFile | None
+
+    @property
+    def notes(self) -> list[str]:
+        """What was dropped, mended or could not be had at the start."""
+        parts = (self.host, self.disk, self.epochs)
+        return [note for part in parts if part is not None for note in part.notes]
+
+
+def lock_directories(config: Config) -> list[FileLock]:
+    """Locks the directory of each tier, made if missing; raises ConfigError or AlreadyRunning."""
+    locks = []
+    host, disk = config.tiers.host, config.tiers.disk
+    if host.pool == "shm":
+        path = Path(host.directory)
+        private_directory(path, "tiers.host.directory")
+        locks.append(FileLock(path / LOCK_NAME, f"the host pool in {path}"))
+    if disk.path:
+        path = Path(disk.path)
+        private_directory(path, "tiers.disk.path")
+        check_private(path)
+        if not (path / FORMAT).exists():
+            check_empty(path)  # before anything is written into a directory of somebody else's
+        locks.append(FileLock(path / LOCK_NAME, f"the disk tier in {path}"))
+    return locks
+
+
+def open_tiers(config: Config) -> OpenTiers:
+    """Opens what the locked directories hold. Raises TierError, ConfigError, FailedPrecondition."""
+    host_config, disk_config = config.tiers.host, config.tiers.disk
+    shm = Path(host_config.directory) if host_config.pool == "shm" else None
+    path = Path(disk_config.path) if disk_config.path else None
+    epochs: EpochsFile | None = None
+    if path is not None:
+        epochs = move_record(path, shm, first=not (path / FORMAT).exists())
+    elif shm is not None:
+        epochs = EpochsFile(shm)
+    generations = Generations(max(1, epochs.generation_floor if epochs else 1))
+    disk = None
+    if path is not None:
+        disk = DiskTier(
+            path, config.disk_bytes, reserve_bytes=int(disk_config.reserve),
+            generations=generations, direct=disk_config.direct,
+        )  # fmt: skip
+    host = _open_host(config, host_config, shm, generations)
+    record: MemoryRecord | FileRecord = MemoryRecord()
+    directory = path or shm
+    if epochs is not None and directory is not None:
+        record = FileRecord(directory, epochs, lambda: generations.next, path is not None)
+    return OpenTiers(host, disk, record, epochs)
+
+
+def _open_host(
+    config: Config, host: HostSection, directory: Path | None, generations: Generations
+) -> HostTier:
+    return HostTier(
+        [PoolConfig(name, size) for name, size in config.host_pools.items()],
+        kind=host.pool,
+        directory=directory,
+        hugepages=host.hugepages,
+        hugetlb_directory=host.hugetlb_directory or None,
+        prefault=host.prefault,
+        lock_memory=host.mlock,
+        generations=generations,
+    )
+
+
+def link_threads(config: Config) -> dict[str, int]:
+    """Worker threads of each link there is."""
+    threads = {COPY_LINK: config.server.worker_threads, CHECK_LINK: 1}
+    if config.tiers.disk.path:
+        threads |= {
+            WRITE_LINK: WRITE_THREADS,
+            READ_LINK: config.tiers.disk.read_threads,
+            DISK_CHECK_LINK: 1,
+            RECORD_LINK: 1,
+        }
+    return threads
+
+
+class ProblemLog:
+    """Tells the log when a tier gets a problem, and when it is over."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, str] = {}
+
+    def tell(self, tier: str, problem: str) -> None:
+        if problem != self._told.get(tier, ""):
+            self._told[tier] = problem
+            if problem:
+                _log.error("the %s tier takes no blocks: %s", tier, problem)
+            else:
+                _log.warning("the %s tier takes blocks again", tier)
+
+
+def call_within(seconds: float, call: Callable[[], None]) -> bool:
+    """Runs `call` and waits for it that long; False when it is not over, and goes on by itself."""
+    thread = threading.Thread(target=call, name="kvstore close", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
