@@ -29,7 +29,8 @@ class Slab(SlabBooks):
 
     `assign(chunk)` is asked before a chunk gets its class (False: no memory for its headers, the
     chunk is not given); `release(chunk)` is told before a chunk loses it. A chunk keeps
-    `overhead_bytes` for itself; `shift` is log2 of the granule, by default as the pool needs it.
+    `overhead_bytes` for itself, and is of `least_order` or larger where there is room for that;
+    `shift` is log2 of the granule, by default as the pool needs it.
     """
 
     def reserve(self, slot_bytes: int, header_bytes: int, count: int) -> list[int]:
@@ -79,6 +80,11 @@ class Slab(SlabBooks):
         if index < self._first_free[chunk]:
             self._first_free[chunk] = index
         self._came_free(chunk)
+
+    def dissolve_empty(self) -> None:
+        """Takes every wholly free chunk out of its class."""
+        for chunk in sorted(self._empty):
+            self._dissolve(chunk)
 
     def restore_chunk(self, offset: int, order: int, slot_bytes: int, header_bytes: int) -> bool:
         """Takes back a chunk of an earlier life, all RESTING; False if it cannot have been one."""
@@ -186,8 +192,7 @@ class Slab(SlabBooks):
             return -1
         at, order = self._buddy.take(slots.order), slots.order
         if at < 0 and self._empty:
-            for idle in sorted(self._empty):
-                self._dissolve(idle)
+            self.dissolve_empty()
             at = self._buddy.take(order)
         if at < 0:
             at, order = self._take_smaller(slots)

@@ -28,9 +28,10 @@ class SlabBooks:
         release: Callable[[Chunk], None] = lambda chunk: None,
         shift: int | None = None,
         overhead_bytes: int = 0,
+        least_order: int = 0,
     ) -> None:
         self.shift = granule_shift(capacity_bytes) if shift is None else shift
-        self.overhead_bytes = overhead_bytes
+        self.overhead_bytes, self._least_order = overhead_bytes, least_order
         count = capacity_bytes >> self.shift
         self.capacity_bytes = count << self.shift
         self.used_bytes = 0
@@ -79,7 +80,8 @@ class SlabBooks:
     def chunk_heads(self, offsets: np.ndarray) -> np.ndarray:
         """Offset of the chunk each offset (int64) lies in; negative where there is none."""
         heads = np.frombuffer(self._head, np.intc)[offsets >> self.shift]
-        return heads.astype(np.int64) << self.shift
+        offsets_of_heads: np.ndarray = heads.astype(np.int64) << self.shift
+        return offsets_of_heads
 
     def check_integrity(self) -> None:
         """Asserts that every counter agrees with the slots' states, counted anew."""
@@ -116,6 +118,7 @@ class SlabBooks:
             assert slot_bytes % SLOT_ALIGN == 0, f"slots of {slot_bytes} bytes are not aligned"
             assert 0 < header_bytes <= slot_bytes, f"no room for {header_bytes} byte headers"
             order = chunk_order(slot_bytes, self.shift, self._buddy.max_order, self.overhead_bytes)
+            order = max(order, min(self._least_order, self._buddy.max_order)) if order >= 0 else -1
             number = len(self._classes)
             slots = SlotClass(number, slot_bytes, header_bytes, order, self.overhead_bytes)
             self._classes.append(slots)

@@ -9,6 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from kvstore.tiers.disk.segments import Room, Segment, SegmentFiles
 from kvstore.tiers.slab import Slab
 
 BAD_REPORTS_MAX = 3
+REMOVALS_MAX = 2048
+"""In one transaction: the owner thread waits while they are gathered."""
+LOCKED_MAX = 256
 
 
 class DiskBooks:
@@ -31,9 +35,13 @@ class DiskBooks:
     that is `suspect` (its bytes may not be what they seem) stays RESTING for this life.
     """
 
-    def __init__(self, capacity_bytes: int, shift: int, room: Room, next_serial: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, shift: int, least_order: int, room: Room, next_serial: int
+    ) -> None:
         self.lock = threading.Lock()
-        self.slab = Slab(capacity_bytes, self._assign, self._release, shift, CHUNK_OVERHEAD)
+        self.slab = Slab(
+            capacity_bytes, self._assign, self._release, shift, CHUNK_OVERHEAD, least_order
+        )
         self.room = room
         self.next_serial = next_serial
         self.segments: dict[int, Segment] = {}
@@ -66,6 +74,9 @@ class DiskBooks:
 
     def reserve(self, slot_bytes: int, header_bytes: int, count: int) -> list[int]:
         with self.lock:
+            if self.room.is_short:
+                # Files that nothing is stored in give way, those not made yet first of all.
+                self.slab.dissolve_empty()
             offsets = self.slab.reserve(slot_bytes, header_bytes, count)
         return [offset >> SLOT_SHIFT for offset in offsets]
 
@@ -113,21 +124,23 @@ class DiskBooks:
                 segment.checksums[index] = np.frombuffer(checksum, np.uint8)
                 segment.generations[index] = generation
 
-    def pending(self) -> dict[int, bytes]:
-        """Places whose removal is not durable yet, and their keys in the index."""
+    def pending(self, count: int = REMOVALS_MAX) -> dict[int, bytes]:
+        """Up to `count` places whose removal is not durable yet, and their keys in the index."""
         with self.lock:
             keys = {}
-            for place in self.removals:
+            for place in islice(self.removals, count):
                 segment, index = self.locate(place)
                 keys[place] = pack_key(segment.serial, index)
             return keys
 
     def removed(self, places: Iterable[int]) -> None:
         """Their removal is durable now."""
-        with self.lock:
-            for place in places:
-                if self.removals.pop(place) and place not in self.suspects:
-                    self.slab.free(place << SLOT_SHIFT)
+        left = iter(places)
+        while some := list(islice(left, LOCKED_MAX)):
+            with self.lock:
+                for place in some:
+                    if self.removals.pop(place) and place not in self.suspects:
+                        self.slab.free(place << SLOT_SHIFT)
 
     def suspect(self, places: Iterable[int]) -> None:
         """Keeps slots from use until the next start."""
@@ -225,4 +238,5 @@ class DiskBooks:
         segment, index = self.locate(place)
         if not segment.generations[index]:
             raise CorruptBlock(f"place {place} of the disk tier holds no committed block")
-        return segment.checksums[index].tobytes()
+        checksum: bytes = segment.checksums[index].tobytes()
+        return checksum

@@ -62,5 +62,5 @@ def _place(books: DiskBooks, blocks: Found) -> None:
     offsets = np.array([chunk.offset for chunk in chunks], np.int64)
     sizes = np.array([chunk.slot_bytes for chunk in chunks], np.int64)
     if len(chunks):
-        at = offsets[positions] + blocks.indexes * sizes[positions]
+        at: np.ndarray = offsets[positions] + blocks.indexes * sizes[positions]
         blocks.rows["place"] = at >> SLOT_SHIFT

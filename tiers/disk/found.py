@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def record_of(row: np.void, symbol: bytes) -> SlotRecord:
     """One row as a record."""
     (
         _, generation, epoch, length, position, shard, space, root, key, parent_key, checksum,
-    ) = row.tolist()  # fmt: skip
+    ) = cast(tuple[Any, ...], row.tolist())  # fmt: skip
     header = BlockHeader(space, root, key, parent_key, position, shard, epoch, length, symbol)
     return SlotRecord(header, checksum, generation)
 

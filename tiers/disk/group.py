@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ GENERATION_STEP = 1 << 20
 class _Block(NamedTuple):
     place: int
     segment: Segment
-    index: int
+    slot: int
     record: SlotRecord
 
 
@@ -59,26 +59,27 @@ class Committer:
     def __init__(
         self, books: DiskBooks, files: SegmentFiles, index: DiskIndex, meta: Meta,
         store_id: bytes, generations: Generations, health: Health, io: FileIO,
+        index_works: Callable[[], None],
     ) -> None:  # fmt: skip
         self._books, self._files, self._index = books, files, index
         self._meta, self._store_id = meta, store_id
         self._sequence = meta.sequence
         self._generations, self._health, self._io = generations, health, io
         self._forgotten: set[bytes] = set()
+        self._index_works: Callable[[], None] | None = index_works
         self.lock = threading.Lock()
 
     def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
         """`Tier.commit`; files of all these blocks' segments are there."""
         with self.lock:
             self._refuse_if_read_only()
-            removals = self._books.pending()
-            if blocks and not self._has_room():
-                self._remove(removals)
-                removals = {}
-                self._refuse_if_full()
             if not blocks:
-                self._remove(removals)
+                self._remove()
                 return []
+            if not self._has_room():
+                self._remove()
+                self._refuse_if_full()
+            removals = self._books.pending()
             group = self._numbered(blocks)
             try:
                 self._write_pages(group)
@@ -137,9 +138,12 @@ class Committer:
                 "enter more blocks", IndexFull("its index is full; raise tiers.disk.size")
             )
 
-    def _remove(self, removals: dict[int, bytes]) -> None:
-        """Makes removals durable by themselves."""
-        if removals or self._forgotten or self._books.gone_serials:
+    def _remove(self) -> None:
+        """Makes all removals durable by themselves."""
+        while True:
+            removals = self._books.pending()
+            if not (removals or self._forgotten or self._books.gone_serials):
+                return
             self._enter([], removals)
             self._books.removed(removals)
 
@@ -181,16 +185,16 @@ class Committer:
 
     def _write_headers(self, members: list[_Block]) -> None:
         """Header pages of one segment; neighbours in one call."""
-        members = sorted(members, key=lambda block: block.index)
+        members = sorted(members, key=lambda block: block.slot)
         segment, size = members[0].segment, members[0].segment.geometry.header_bytes
         pages = aligned(len(members) * size).reshape(len(members), size)
         for row, block in zip(pages, members, strict=True):
-            packed = pack_header(block.record, self._store_id, segment.serial, block.index, size)
+            packed = pack_header(block.record, self._store_id, segment.serial, block.slot, size)
             row[:] = np.frombuffer(packed, np.uint8)
-        indexes = np.array([block.index for block in members])
+        indexes = np.array([block.slot for block in members])
         starts = [0, *(np.flatnonzero(np.diff(indexes) != 1) + 1).tolist(), len(members)]
         for start, stop in pairwise(starts):
-            at = segment.geometry.header_at(members[start].index)
+            at = segment.geometry.header_at(members[start].slot)
             self._io.write_all(segment.fd, [pages[start:stop].reshape(-1)], at)
 
     def _write_cell(self, segment: Segment) -> None:
@@ -207,7 +211,7 @@ class Committer:
         gone = set(self._books.gone_serials)
         changes = Changes(deletes=[*removals.values(), *self._forgotten], gone_segments=gone)
         for block in group:
-            key = pack_key(block.segment.serial, block.index)
+            key = pack_key(block.segment.serial, block.slot)
             changes.puts.append((key, pack_value(key, block.record)))
             if not block.segment.entered:
                 changes.segments[block.segment.serial] = block.segment.geometry
@@ -220,6 +224,9 @@ class Committer:
                 self._reopen(meta)
             raise self._health.failed("write its index", error) from error
         self._meta = meta
+        if self._index_works is not None:
+            self._index_works()
+            self._index_works = None
         self._forgotten.clear()
         self._books.gone_serials -= gone
         for block in group:

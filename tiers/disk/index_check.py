@@ -21,7 +21,7 @@ from kvstore.tiers.disk.loading import read
 def main(arguments: list[str]) -> int:
     path, map_bytes, store_id = Path(arguments[0]), int(arguments[1]), bytes.fromhex(arguments[2])
     try:
-        if lmdb.verify.verify(str(path / INDEX)):
+        if lmdb.verify.verify(str(path / INDEX)):  # type: ignore[no-untyped-call]
             return 1
     except lmdb.verify.VerifyError:
         return 1

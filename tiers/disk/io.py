@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 PAGE = 4096
+Pages = Sequence[Any]
+"""Arrays (uint8) of whole pages in aligned memory."""
 BOUNCE_BYTES = 1 << 20
 VECTOR_MAX = 512
 """Buffers in one call; the kernel takes 1,024."""
@@ -37,10 +39,10 @@ class FileIO:
     def allocate(self, fd: int, length: int) -> None:
         os.posix_fallocate(fd, 0, length)
 
-    def pwritev(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> int:
+    def pwritev(self, fd: int, buffers: Pages, offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
 
-    def preadv(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Pages, offset: int) -> int:
         return os.preadv(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -64,18 +66,18 @@ class FileIO:
         """Makes a transaction of the index durable."""
         transaction.commit()
 
-    def write_all(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> None:
+    def write_all(self, fd: int, buffers: Pages, offset: int) -> None:
         _all(self.pwritev, fd, buffers, offset)
 
-    def read_all(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> None:
+    def read_all(self, fd: int, buffers: Pages, offset: int) -> None:
         """Fills the buffers; raises OSError where the file ends before."""
         _all(self.preadv, fd, buffers, offset)
 
 
 def _all(
-    call: Callable[[int, Sequence[np.ndarray], int], int],
+    call: Callable[[int, Pages, int], int],
     fd: int,
-    buffers: Sequence[np.ndarray],
+    buffers: Pages,
     offset: int,
 ) -> None:
     """Repeats a transfer that was cut short until all is moved."""

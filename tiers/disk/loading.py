@@ -1,7 +1,8 @@
 """Reads the whole index at a start, warily: a damaged one may be wrong, or kill who reads it.
 
-A marker file stands while it is read. Where a start finds one, an earlier start died there, so
-the index is read in a process of its own first. A damaged index is moved aside.
+A marker file stands while it is read, and until a first transaction has shown that it can be
+written, too. Where a start finds one, an earlier life died in between, so the index is read in a
+process of its own first. A damaged index is moved aside.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,12 +46,18 @@ def load(path: Path, index: DiskIndex, notes: list[str]) -> Loaded | None:
     if loaded is None:
         index.close()
         directory.move_aside(path)
+        end_probation(path)
         notes.append(
             f"the index in {path / directory.INDEX} was damaged and moved to "
             f"{path / directory.ASIDE}; it was made anew from the segments"
         )
-    marker.unlink(missing_ok=True)
     return loaded
+
+
+def end_probation(path: Path) -> None:
+    """The index works: the next start may read it without ado."""
+    with suppress(OSError):  # it only costs the next start some time
+        (path / directory.LOADING).unlink(missing_ok=True)
 
 
 def read(index: DiskIndex) -> Loaded | None:

@@ -8,8 +8,8 @@ than is configured leaves first, oldest segments before others, before anything 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from kvstore.core.errors import TierError
 from kvstore.tiers.disk import directory
@@ -32,7 +32,8 @@ UNITS_MAX = 1 << 20
 BATCH = 20_000
 
 
-class Opened(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Opened:
     """An open directory."""
 
     format: Format
@@ -207,7 +208,10 @@ class Opening:
 
     def _books(self, kept: list[FoundSegment], belief: Belief, meta: Meta) -> DiskBooks:
         room = Room(self._reserve_bytes, self._files.free_bytes())
-        books = DiskBooks(self._capacity, self._format.unit_shift, room, meta.serial)
+        shift = self._format.unit_shift
+        # A directory that was made for a smaller size must not end in thousands of files.
+        least_order = max(0, directory.unit_shift(self._capacity) - shift)
+        books = DiskBooks(self._capacity, shift, least_order, room, meta.serial)
         restore(books, kept, belief.blocks)
         return books
 

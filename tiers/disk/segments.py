@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,10 @@ class Room:
         left = self.free_bytes + self.doomed_bytes - self.planned_bytes - count
         return left >= self.reserve_bytes
 
+    @property
+    def is_short(self) -> bool:
+        return not self.may_grow(0)
+
 
 class SegmentFiles:
     """Makes and unlinks files; worker threads only. Raises TierError where room is short."""
@@ -111,9 +116,10 @@ class SegmentFiles:
         segment.fd = fd
 
     def unlink(self, segment: Segment) -> None:
+        with suppress(FileNotFoundError):
+            self._io.unlink(file_name(segment.serial), self.directory_fd)
         os.close(segment.fd)
         segment.fd = -1
-        self._io.unlink(file_name(segment.serial), self.directory_fd)
 
     def try_out(self) -> None:
         """Writes and syncs a page of a scratch file; raises OSError where that still fails."""

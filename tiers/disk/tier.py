@@ -27,6 +27,7 @@ from kvstore.tiers.disk.health import Health
 from kvstore.tiers.disk.index import pack_key
 from kvstore.tiers.disk.io import PAGE, FileIO
 from kvstore.tiers.disk.layout import header_bytes
+from kvstore.tiers.disk.loading import end_probation
 from kvstore.tiers.disk.opening import Opening
 from kvstore.tiers.disk.readoption import Readoption
 from kvstore.tiers.disk.segments import Segment
@@ -70,7 +71,7 @@ class DiskTier:
         self._readoption = Readoption(self._books, opened.belief.blocks)
         self._committer = Committer(
             self._books, self._files, self._index, opened.meta, opened.format.store_id,
-            self._generations, self._health, self._io,
+            self._generations, self._health, self._io, lambda: end_probation(self._path),
         )  # fmt: skip
         if opened.problem:
             self._health.give_up(opened.problem)
@@ -229,6 +230,7 @@ class DiskTier:
                 self._committer.commit([])
         self._books.close()
         self._index.close()
+        end_probation(self._path)
         self._files.close()
         if not keep:
             _delete(self._path)
@@ -253,14 +255,15 @@ class DiskTier:
         if all(segment.fd >= 0 for segment in segments):
             return
         with self._files.lock:
-            self._books.unlink_doomed(self._files)
-            for segment in segments:
-                if segment.fd < 0:
-                    try:
+            try:
+                self._books.unlink_doomed(self._files)
+                for segment in segments:
+                    if segment.fd < 0:
                         self._files.make(segment, self._books.room.reserve_bytes)
-                    except (OSError, TierError) as error:
-                        raise self._health.failed("make a segment", error) from error
-                    self._books.made(segment, self._files.free_bytes())
+                        self._books.made(segment, self._files.free_bytes())
+            except (OSError, TierError) as error:
+                self._books.measured(self._files.free_bytes())
+                raise self._health.failed("make a segment", error) from error
 
     def _unlink_doomed(self) -> None:
         with self._files.lock:

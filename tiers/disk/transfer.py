@@ -27,18 +27,18 @@ class Item(NamedTuple):
 
     number: int
     segment: Segment
-    index: int
+    slot: int
     memory: np.ndarray
 
 
 def runs(items: Sequence[Item]) -> list[list[Item]]:
     """Items by place, cut where slots are no neighbours or a run gets too large."""
     found: list[list[Item]] = []
-    for item in sorted(items, key=lambda item: (item.segment.serial, item.index)):
+    for item in sorted(items, key=lambda item: (item.segment.serial, item.slot)):
         if found:
             last, size = found[-1][-1], item.segment.geometry.payload_bytes
             fits = (len(found[-1]) + 1) * size <= RUN_BYTES
-            if fits and last.segment is item.segment and last.index + 1 == item.index:
+            if fits and last.segment is item.segment and last.slot + 1 == item.slot:
                 found[-1].append(item)
                 continue
         found.append([item])
@@ -57,7 +57,7 @@ class Transfer:
         direct = [item for item in items if _fills_slot(item)]
         for run in runs(direct):
             segment = run[0].segment
-            at = segment.geometry.payload_at(run[0].index)
+            at = segment.geometry.payload_at(run[0].slot)
             self._io.write_all(segment.fd, [item.memory for item in run], at)
             for item in run:
                 checksums[item.number] = digest(item.memory)
@@ -70,7 +70,7 @@ class Transfer:
         """Copies first, so that the checksum fits what is stored whatever the source does."""
         payload, buffer = item.memory, bounce()
         size = item.segment.geometry.payload_bytes
-        at, check = item.segment.geometry.payload_at(item.index), xxhash.xxh3_128()
+        at, check = item.segment.geometry.payload_at(item.slot), xxhash.xxh3_128()
         for start in range(0, size, len(buffer)):
             piece = buffer[: min(len(buffer), size - start)]
             part = payload[start : start + len(piece)]
@@ -95,7 +95,7 @@ class Transfer:
 
     def _read_run(self, run: list[Item], pages: int) -> bool:
         segment = run[0].segment
-        at = segment.geometry.payload_at(run[0].index)
+        at = segment.geometry.payload_at(run[0].slot)
         try:
             self._io.read_all(segment.fd, [item.memory[:pages] for item in run], at)
         except OSError:
@@ -118,7 +118,7 @@ class Transfer:
             raise TierError(
                 f"a target of {len(item.memory)} bytes is too small for {length}; pass a larger one"
             )
-        for start, piece in self._pieces(item.segment, item.index, length):
+        for start, piece in self._pieces(item.segment, item.slot, length):
             np.copyto(item.memory[start : start + len(piece)], piece)
         item.memory[length : whole_pages(length)] = 0
 
@@ -146,7 +146,7 @@ class Transfer:
         if not self._is_direct():
             for item in items:
                 geometry = item.segment.geometry
-                at = geometry.payload_at(item.index)
+                at = geometry.payload_at(item.slot)
                 os.posix_fadvise(
                     item.segment.fd, at, geometry.payload_bytes, os.POSIX_FADV_DONTNEED
                 )
