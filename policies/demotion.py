@@ -2,7 +2,9 @@
 
 A conveyor: from a watermark on, every byte that a host pool takes in has one byte of its coldest
 blocks without a copy on disk written there. So what is evicted later, coldest first, lies on disk
-already, and what never gets cold is never written.
+already, and what never gets cold is never written. Chains are written whole, parents first, since
+they are evicted from their end: what that is more than was due counts for what comes next, up to
+half of what the pool can take in between its watermark and its end.
 """
 
 from __future__ import annotations
@@ -27,18 +29,20 @@ HOST, DISK = 0, 1
 class DemotionQueue:
     """Leaf runs of each host pool that have something to write, in the order of the policy.
 
-    `watermarks` are bytes by pool; a pool without one is never written. Runs that are on disk, or
-    on their way, are parked until they have something to write again.
+    `watermarks` and `credits` are bytes by pool; without a mark a pool is never written. Runs that
+    are on disk, or on their way, are parked until they have something to write again.
     """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self.watermarks: dict[str, int] = {}
+        self.credits: dict[str, int] = {}
         self._ranks: dict[str, EvictionPolicy] = {}
         self._owed: dict[str, int] = {}
+        self._unfinished: set[str] = set()
 
     def owed_bytes(self, pool: str) -> int:
-        """Bytes that the pool took in above its watermark and nothing was written for yet."""
+        """Bytes the pool took in above its watermark, less what was written for them."""
         return self._owed.get(pool, 0)
 
     def rank(self, run: Run) -> EvictionPolicy | None:
@@ -75,10 +79,14 @@ class DemotionQueue:
         if above > 0:
             self._owed[space.pool] = min(self.owed_bytes(space.pool) + above, used)
 
+    def _count(self, pool: str, byte_count: int) -> None:
+        """So much is written of what was due."""
+        self._owed[pool] = max(self.owed_bytes(pool) - byte_count, -self.credits.get(pool, 0))
+
     def take(self, pool: str, byte_count: int) -> Iterator[Demote]:
         """Blocks to write for what is owed, parents first; at most about `byte_count`."""
-        rank, left = self._ranks.get(pool), min(byte_count, self.owed_bytes(pool))
-        if rank is None or left <= 0:
+        rank, left = self._ranks.get(pool), byte_count
+        if rank is None or (self.owed_bytes(pool) <= 0 and pool not in self._unfinished):
             return
         for run in rank.victims(self._residency.accounts.tenants(HOST, pool)):
             unwritten = unwritten_above(self._residency.index, run)
@@ -88,10 +96,15 @@ class DemotionQueue:
                 size = part.root.space.slot_bytes * part.root.space.shard_count
                 stop = min(stop, start + max(1, left // size))
                 left -= (stop - start) * size
-                self._owed[pool] = max(0, self._owed[pool] - (stop - start) * size)
+                self._count(pool, (stop - start) * size)
+                self._unfinished.add(pool)
                 yield Demote(part, start, stop, HOST, DISK)
                 if left <= 0 or not is_moving(self._residency.index, part, start):
                     return
+            self._unfinished.discard(pool)
+            if self.owed_bytes(pool) <= 0:
+                return
+        self._unfinished.discard(pool)
         self._owed[pool] = 0
 
 

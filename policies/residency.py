@@ -110,10 +110,11 @@ class Residency:
 
     # Demotion
 
-    def demote_above(self, pool: str, watermark_bytes: int) -> None:
+    def demote_above(self, pool: str, watermark_bytes: int, capacity_bytes: int) -> None:
         """From so many bytes used on, host `pool` has its coldest blocks written to disk."""
         self._demotions.watermarks[pool] = watermark_bytes
-        self._record("demote_above", pool, watermark_bytes)
+        self._demotions.credits[pool] = (capacity_bytes - watermark_bytes) // 2
+        self._record("demote_above", pool, watermark_bytes, capacity_bytes)
 
     def demotions(self, pool: str, byte_count: int) -> Iterator[Demote]:
         """Yields what of host `pool` to write to disk now, parents first, about `byte_count`.

@@ -18,7 +18,7 @@ from kvstore.mover import WRITE_LINK, Job, Moved
 from kvstore.policies.index import Run
 from kvstore.store.evict import Remover
 from kvstore.store.groups import Group, GroupWriter, Part
-from kvstore.store.parts import DISK, HOST, RESERVE_BLOCKS_MAX, Parts
+from kvstore.store.parts import DISK, RESERVE_BLOCKS_MAX, Parts
 from kvstore.store.reassign import Reassigner
 
 GROUP_BLOCKS = 32
@@ -247,14 +247,9 @@ class WriteBehind:
         self._probing = self._parts.mover.submit(Job(WRITE_LINK, "", 0, 0, disk.probe, done))
 
 
-def watermark_bytes(parts: Parts, pool: str) -> int:
-    """From so many bytes used on, a host pool is written to disk."""
-    capacity = parts.host.usage(pool).capacity_bytes
-    return int(capacity * parts.config.tiers.disk.demote_watermark)
-
-
 def begin_conveyors(parts: Parts) -> None:
     """Has every host pool write to disk what it takes in above its watermark."""
-    assert HOST == 0
     for pool in parts.config.host_pools:
-        parts.residency.demote_above(pool, watermark_bytes(parts, pool))
+        capacity = parts.host.usage(pool).capacity_bytes
+        mark = int(capacity * parts.config.tiers.disk.demote_watermark)
+        parts.residency.demote_above(pool, mark, capacity)
