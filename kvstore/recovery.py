@@ -1,23 +1,32 @@
-"""Recovery: at start, takes back what an earlier daemon left in its pools.
+"""Recovery: at start, takes back what an earlier daemon left in its tiers.
 
-headers valid -> space known -> epoch and clear mark right -> chain whole -> adopted, unverified.
-Everything else rests one maximum lease, and is free then: old readers may still be copying.
+headers valid -> space known -> epoch and clear mark right -> chain whole over all tiers -> adopted.
+Blocks in host are unverified at first, and what is not adopted there rests one maximum lease: old
+readers may still be copying. On disk nobody else reads, and every read is checked anyway.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvstore.core.block import place_pool
+import numpy as np
+
+from kvstore.core.block import POOL_SHIFT
 from kvstore.core.space import Space
 from kvstore.core.spec import space_id
-from kvstore.policies.index import GraftBlock, Span
+from kvstore.policies.index import GraftedRun
 from kvstore.store.kvstore import KVStore
-from kvstore.store.parts import HOST, TIER_NAMES
+from kvstore.store.parts import HOST, Parts
 from kvstore.store.record import FileRecord, KnownSpace
-from kvstore.tiers.base import StoredBlock
 from kvstore.tiers.epochs import EpochsFile
+
+SPACE_BYTES = 32
+UNKNOWN = np.iinfo(np.uint64).max
+"""As a block's length: no block has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +37,62 @@ class Recovered:
     dropped_shards: int
 
 
+class _Found(NamedTuple):
+    """Blocks of all tiers: `rows` as `StoredColumns` has them, the tier and root of each.
+
+    `roots` are the (space, root digest) pairs that occur, packed; `root_numbers` point into them.
+    """
+
+    rows: np.ndarray
+    symbols: list[bytes]
+    tiers: np.ndarray
+    roots: list[bytes]
+    root_numbers: np.ndarray
+
+
 def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered:
-    """Re-adopts the host tier's blocks into an empty store, before it serves anybody."""
-    parts = store.parts
-    spaces = _known_spaces(store, record)
-    pools = {key: _pool_numbers(store, space) for key, space in spaces.items()}
-    found: dict[tuple[bytes, bytes], list[StoredBlock]] = defaultdict(list)
-    dropped = 0
-    for block in parts.host.recover():
-        space = spaces.get(block.header.space)
-        if space is None or not _is_current(space, block, epochs):
-            dropped += 1
-        elif place_pool(block.place) not in pools[space.id] and pools[space.id]:
-            dropped += 1  # its tenant was isolated since, or is not any more
-        else:
-            found[block.header.space, block.header.root].append(block)
-    adopted: list[int] = []
-    for (space_key, root), blocks in found.items():
-        refused = _graft(store, spaces[space_key], root, blocks)
-        dropped += len(refused)
-        adopted += [block.place for block in blocks if block.place not in refused]
-    for place in adopted:
-        parts.host.adopt(place)
-    resting = parts.host.finish_recovery()
-    rest_is_over = parts.clock.now() + parts.limits.max_lease_ttl_seconds
-    parts.retired[HOST].rest(resting, rest_is_over)
-    parts.retired[HOST].adopted(adopted, rest_is_over)
-    epochs.confirm_void()
-    _keep_used_spaces(store, record)
-    _tell(store)
-    store.verifier.adopted(adopted)
-    parts.readopted_blocks = parts.index.block_count
-    parts.recorder.readopted(TIER_NAMES[HOST], parts.readopted_blocks)
-    return Recovered(parts.readopted_blocks, dropped)
+    """Re-adopts what the tiers have into an empty store, before it serves anybody."""
+    with _no_collections():
+        parts = store.parts
+        spaces = _known_spaces(store, record)
+        found = _find(parts)
+        current = _current_rows(parts, found, spaces, epochs)
+        adopted = np.zeros(len(found.rows), bool)
+        runs: list[GraftedRun] = []
+        counts = np.zeros(len(parts.tiers), np.int64)
+        for number, chosen in _by_root(found, current):
+            key = found.roots[number]
+            space, tiers = spaces[key[:SPACE_BYTES]], found.tiers[chosen]
+            symbols = [found.symbols[row] for row in chosen.tolist()]
+            grafted = parts.index.graft_columns(
+                space, key[SPACE_BYTES:], found.rows[chosen], symbols, tiers
+            )
+            adopted[chosen] = grafted.adopted
+            counts += np.bincount(tiers[grafted.adopted], minlength=len(counts)) // (
+                space.shard_count
+            )
+            runs += grafted.runs
+        _adopt(store, found, adopted)
+        epochs.confirm_void()
+        _keep_used_spaces(store, record)
+        for grafted_run in runs:
+            _tell(parts, grafted_run)
+        parts.readopted_blocks = parts.index.block_count
+        for name, count in zip(parts.tier_names, counts.tolist(), strict=True):
+            parts.recorder.readopted(name, count)
+        return Recovered(parts.readopted_blocks, len(adopted) - int(adopted.sum()))
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Holds the collector off: it would go through a million new objects, time and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _known_spaces(store: KVStore, record: FileRecord) -> dict[bytes, Space]:
@@ -72,45 +104,83 @@ def _known_spaces(store: KVStore, record: FileRecord) -> dict[bytes, Space]:
     return spaces
 
 
-def _pool_numbers(store: KVStore, space: Space) -> set[int]:
-    """Pools that a space's blocks may lie in; none where the tier does not say."""
-    return {pool.pool_id for pool in store.parts.host.shared_pools(space.pool)}
+def _find(parts: Parts) -> _Found:
+    """Everything that the tiers have, root by root."""
+    columns = [tier.recover_columns() for tier in parts.tiers]
+    rows = np.concatenate([column.rows for column in columns])
+    symbols = [symbol for column in columns for symbol in column.symbols]
+    tiers = np.repeat(np.arange(len(columns)), [len(column.rows) for column in columns])
+    pairs = np.stack([rows["space"], rows["root"]], axis=1).view(f"V{2 * SPACE_BYTES}")
+    numbers: dict[bytes, int] = {}
+    root_numbers = [numbers.setdefault(pair, len(numbers)) for pair in pairs[:, 0].tolist()]
+    return _Found(rows, symbols, tiers, list(numbers), np.array(root_numbers, np.int64))
 
 
-def _tell(store: KVStore) -> None:
-    """What was adopted is news: followers begin with the log of this life."""
+def _current_rows(
+    parts: Parts, found: _Found, spaces: dict[bytes, Space], epochs: EpochsFile
+) -> np.ndarray:
+    """Which rows may come back: of a space that is known, and not void."""
+    rows, numbers = found.rows, found.root_numbers
+    if epochs.created or epochs.all_void or not len(rows):
+        return np.zeros(len(rows), bool)
+    rules = np.zeros((len(found.roots), 4), np.uint64)  # length, shards, epoch, clear mark
+    for rule, key in zip(rules, found.roots, strict=True):
+        space = spaces.get(key[:SPACE_BYTES])
+        rule[0] = UNKNOWN
+        if space is not None:
+            rule[:] = (space.block_bytes, space.shard_count, *epochs.mark(space.id))
+    length, shards, epoch, clear_mark = rules[numbers].T
+    return np.asarray(
+        (rows["length"] == length)
+        & (rows["length"] != UNKNOWN)
+        & (rows["shard"] < shards)
+        & (rows["epoch"] == epoch)
+        & (rows["generation"] >= clear_mark)
+        & _in_own_pool(parts, found, spaces)
+    )
+
+
+def _in_own_pool(parts: Parts, found: _Found, spaces: dict[bytes, Space]) -> np.ndarray:
+    """Which rows lie where their tenant's blocks belong.
+
+    A tenant may be isolated since, or not any more. Only host has pools, if it says which.
+    """
+    in_host = found.tiers == HOST
+    pools, pool = np.unique(found.rows["place"][in_host] >> POOL_SHIFT, return_inverse=True)
+    names = {space.pool for space in spaces.values()}
+    shared = {name: [p.pool_id for p in parts.host.shared_pools(name)] for name in names}
+    allowed = np.ones((len(found.roots), len(pools)), bool)
+    for root, key in enumerate(found.roots):
+        space = spaces.get(key[:SPACE_BYTES])
+        if space is not None and shared[space.pool]:
+            allowed[root] = np.isin(pools, shared[space.pool])
+    right: np.ndarray = ~in_host
+    right[in_host] = allowed[found.root_numbers[in_host], pool]
+    return right
+
+
+def _by_root(found: _Found, current: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Roots by number, and the current rows of each."""
+    rows = np.flatnonzero(current)
+    rows = rows[np.argsort(found.root_numbers[rows], kind="stable")]
+    numbers, starts = np.unique(found.root_numbers[rows], return_index=True)
+    yield from zip(numbers.tolist(), np.split(rows, starts[1:]), strict=False)
+
+
+def _adopt(store: KVStore, found: _Found, adopted: np.ndarray) -> None:
+    """Tells the tiers which blocks live on, and lets go of the others."""
     parts = store.parts
-    for run in parts.index.runs():
-        span = Span(run, 0, run.ready)
-        keys, parent_key = parts.index.keys(span), parts.index.key_before(run, 0)
-        parts.events.stored(
-            run.root.space, TIER_NAMES[HOST], b"".join(keys), parent_key, run.symbols
-        )
-
-
-def _is_current(space: Space, block: StoredBlock, epochs: EpochsFile) -> bool:
-    header = block.header
-    return (
-        header.length == space.block_bytes
-        and header.shard < space.shard_count
-        and not epochs.created
-        and not epochs.is_void(space.id, header.epoch, block.generation)
-    )
-
-
-def _graft(store: KVStore, space: Space, root: bytes, blocks: list[StoredBlock]) -> set[int]:
-    """Builds a root's chains; answers with the places that have no part in them."""
-    grafted = store.parts.index.graft(
-        space,
-        root,
-        [
-            GraftBlock(
-                b.header.key, b.header.parent_key, b.header.symbol, b.header.shard, HOST, b.place
-            )
-            for b in blocks
-        ],
-    )
-    return {place for _, place in grafted.refused}
+    for number, tier in enumerate(parts.tiers):
+        places = found.rows["place"][adopted & (found.tiers == number)]
+        tier.adopt_many(places)
+        resting = tier.finish_recovery()
+        if number != HOST:
+            tier.free(resting)
+            continue
+        rest_is_over = parts.clock.now() + parts.limits.max_lease_ttl_seconds
+        parts.retired[HOST].rest(resting, rest_is_over)
+        parts.retired[HOST].adopted(places.tolist(), rest_is_over)
+        store.verifier.adopted(places.tolist())
 
 
 def _keep_used_spaces(store: KVStore, record: FileRecord) -> None:
@@ -125,3 +195,31 @@ def _keep_used_spaces(store: KVStore, record: FileRecord) -> None:
             parts.spaces[key] = space
             kept.append(KnownSpace(known.spec, known.tenant))
     record.forget_all_but(kept)
+
+
+def _tell(parts: Parts, grafted: GraftedRun) -> None:
+    """What was adopted is news, tier by tier: followers begin with the log of this life."""
+    run, parent_key, keys = grafted
+    space, slots = run.root.space, run.count * run.root.space.shard_count
+    for tier, medium in enumerate(parts.tier_names):
+        there = run.resident_in(tier)
+        if there == slots:
+            parts.events.stored(space, medium, keys, parent_key, run.symbols)
+        elif there:
+            _tell_parts(parts, grafted, tier)
+
+
+def _tell_parts(parts: Parts, grafted: GraftedRun, tier: int) -> None:
+    """Events of the stretches of a run that lie in a tier."""
+    run, parent_key, keys = grafted
+    there = parts.index.places_grid(run, 0, run.count)[:, tier, 0] >= 0
+    edges = np.flatnonzero(np.diff(there, prepend=False, append=False)).tolist()
+    key_bytes, chain = len(parent_key), parent_key + keys
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        parts.events.stored(
+            run.root.space,
+            parts.tier_names[tier],
+            chain[(start + 1) * key_bytes : (stop + 1) * key_bytes],
+            chain[start * key_bytes : (start + 1) * key_bytes],
+            run.symbols[start * run.width : stop * run.width],
+        )

@@ -1,6 +1,6 @@
 """The prefix index: which blocks there are, under which prefix, and where they lie."""
 
-from kvstore.policies.index.graft import GraftBlock, Grafted
+from kvstore.policies.index.graft import Grafted, GraftedRun
 from kvstore.policies.index.listener import IndexListener, SilentListener
 from kvstore.policies.index.prefix_index import PrefixIndex
 from kvstore.policies.index.run import (
@@ -24,8 +24,8 @@ __all__ = [
     "NONE",
     "RESERVED",
     "Anchor",
-    "GraftBlock",
     "Grafted",
+    "GraftedRun",
     "IndexListener",
     "PrefixIndex",
     "Removed",

@@ -1,165 +1,248 @@
-"""Recovery: READY blocks found in the tiers become runs, whole chains at a time."""
+"""Recovery: READY blocks found in the tiers become runs, whole chains at a time.
+
+Work on single blocks is numpy's or a list comprehension's: a start has a million of them.
+"""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore.core.block import NO_PLACE
-from kvstore.core.keys import block_key
-from kvstore.policies.index.cells import count_resident
+from kvstore.core.keys import are_block_keys
 from kvstore.policies.index.places import PlacedTree
-from kvstore.policies.index.run import MAX_RUN_BLOCKS, Root, Run
+from kvstore.policies.index.run import COUNTER_BITS, MAX_RUN_BLOCKS, Root, Run
+
+NO_ROW = -1
+# What stands for a parent's number where the parent is the root, and where there is none.
+_ROOT, _LOST = -1, -2
 
 
-class GraftBlock(NamedTuple):
-    """One shard of one block as a tier has it."""
+class GraftedRun(NamedTuple):
+    """A run that was made, the key it begins under, and its blocks' keys, packed."""
 
-    key: bytes
+    run: Run
     parent_key: bytes
-    symbol: bytes
-    shard: int
-    tier: int
-    place: int
-
-
-class _Record:
-    """A block as all tiers have it; `cells` are places in the order [tier][shard]."""
-
-    __slots__ = ("cells", "parent_key", "symbol")
-
-    def __init__(self, parent_key: bytes, symbol: bytes, cells: list[int]):
-        self.parent_key = parent_key
-        self.symbol = symbol
-        self.cells = cells
+    keys: bytes
 
 
 class Grafted(NamedTuple):
-    """What a graft made of its blocks: how many live, and the places of what does not."""
+    """What a graft made of its rows: how many blocks, which rows live in them, and the runs.
+
+    `adopted` has one bool a row; rows that have no part in the tree are refused. Runs come parents
+    first.
+    """
 
     block_count: int
-    refused: list[tuple[int, int]]  # (tier, place)
+    adopted: np.ndarray
+    runs: list[GraftedRun]
 
 
-def graft(tree: PlacedTree, root: Root, blocks: Iterable[GraftBlock], limit: int) -> Grafted:
-    """Builds the tree of an empty `root` from `blocks`, in any order, every tier's at once.
+class _Blocks(NamedTuple):
+    """Distinct blocks by number. `cells` are rows, NO_ROW where there is none: [n][tier][shard].
 
-    Refused are blocks whose key is not the digest of their parent's and symbol, that lack a shard
-    in every tier, or that lie under a block that is refused or missing; of two copies of a shard
-    in one tier, the later one. At most `limit` blocks are taken, chain by chain.
+    `leaders` has the first row of each, `parents` the parent's number.
+    """
+
+    leaders: np.ndarray
+    parents: np.ndarray
+    cells: np.ndarray
+
+
+class _Chains(NamedTuple):
+    """Runs to be: `order` has the numbers of their blocks back to back, parents first.
+
+    For each run: where in `order` it starts, and which run it lies under, _ROOT for the top.
+    """
+
+    order: list[int]
+    starts: list[int]
+    above: list[int]
+
+
+def graft(
+    tree: PlacedTree,
+    root: Root,
+    rows: np.ndarray,
+    symbols: list[bytes],
+    tiers: np.ndarray,
+    limit: int,
+) -> Grafted:
+    """Builds the tree of an empty `root` from rows in any order, all tiers' at once.
+
+    A row is one shard of one block as a tier has it: `key`, `parent_key` (16 bytes), `shard` and
+    `place` are fields of `rows`; its symbol and tier stand beside it. Refused are rows whose key is
+    not the digest of their parent's and symbol, of a block that lacks a shard in the row's tier,
+    or that lie under a block that is refused or missing; of two copies of a shard in one tier, the
+    later one. At most `limit` blocks are taken, chain by chain.
     """
     assert root.head.children is None, "a graft needs an empty root"
-    shards = root.space.shard_count
-    found, refused = _gather(blocks, tree.tier_count, shards)
-    _drop_incomplete(found, tree.tier_count, shards, refused)
-    below: dict[bytes, list[bytes]] = {}
-    for key, record in found.items():
-        below.setdefault(record.parent_key, []).append(key)
-    count = _build(tree, root, found, below, limit)
-    for record in found.values():
-        _refuse_cells(record.cells, shards, refused)
-    return Grafted(count, refused)
+    blocks = _gather(rows, symbols, tiers, root, tree.tier_count)
+    chains = _cut(blocks, np.array(list(map(len, symbols)), np.int64), max(0, limit))
+    order = np.array(chains.order, np.int64)
+    cells = blocks.cells[order]
+    adopted = np.zeros(len(rows), bool)
+    adopted[cells[cells != NO_ROW]] = True
+    runs = _make(tree, root, rows, symbols, blocks.leaders[order], cells, chains)
+    return Grafted(len(order), adopted, runs)
 
 
 def _gather(
-    blocks: Iterable[GraftBlock], tier_count: int, shards: int
-) -> tuple[dict[bytes, _Record], list[tuple[int, int]]]:
-    """Records by key."""
-    found: dict[bytes, _Record] = {}
-    refused: list[tuple[int, int]] = []
-    empty = [NO_PLACE] * (tier_count * shards)
-    for key, parent_key, symbol, shard, tier, place in blocks:
-        record = found.get(key)
-        if record is None:
-            if block_key(parent_key, symbol) != key:
-                refused.append((tier, place))
-                continue
-            record = found[key] = _Record(parent_key, symbol, empty.copy())
-        cell = tier * shards + shard
-        if (
-            record.symbol != symbol
-            or record.parent_key != parent_key
-            or shard >= shards
-            or record.cells[cell] != NO_PLACE
-        ):
-            refused.append((tier, place))
-        else:
-            record.cells[cell] = place
-    return found, refused
+    rows: np.ndarray, symbols: list[bytes], tiers: np.ndarray, root: Root, tier_count: int
+) -> _Blocks:
+    """Joins the rows of each block; only of whole copies, so that the others are refused."""
+    shards = root.space.shard_count
+    keys, above = rows["key"].tolist(), rows["parent_key"].tolist()
+    right = np.array(are_block_keys(keys, above, symbols), bool) & (rows["shard"] < shards)
+    numbers: dict[bytes, int] = {}
+    number = np.full(len(rows), NO_ROW)
+    number[right] = [numbers.setdefault(k, len(numbers)) for k in compress(keys, right.tolist())]
+    count = len(numbers)
+    if count < len(rows):
+        _refuse_collisions(number, count, above, symbols)
+    used = np.flatnonzero(number != NO_ROW)
+    at = (number[used] * tier_count + tiers[used]) * shards + rows["shard"][used]
+    cells = np.full((count, tier_count, shards), NO_ROW)
+    cells.reshape(-1)[at[::-1]] = used[::-1]
+    cells[(cells == NO_ROW).any(axis=2)] = NO_ROW
+    leaders = _first_rows(number, count)
+    parents = _find(rows["parent_key"][leaders], rows["key"][leaders])
+    parents[rows["parent_key"][leaders] == np.void(root.key)] = _ROOT
+    return _Blocks(leaders, parents, cells)
 
 
-def _drop_incomplete(
-    found: dict[bytes, _Record],
-    tier_count: int,
-    shards: int,
-    refused: list[tuple[int, int]],
+def _find(wanted: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Where in `keys`, which are distinct, each of `wanted` stands; _LOST where it does not.
+
+    Sorted searches: a dict would miss the processor's cache three times for each key.
+    """
+    found = np.full(len(wanted), _LOST)
+    if not len(keys):
+        return found
+    words, wanted_words = keys.view("<u8").reshape(-1, 2), wanted.view("<u8").reshape(-1, 2)
+    order, asking = np.argsort(words[:, 0]), np.argsort(wanted_words[:, 0])
+    at = np.searchsorted(words[order, 0], wanted_words[asking, 0])
+    nearest = order[np.minimum(at, len(keys) - 1)]
+    alike = words[nearest] == wanted_words[asking]
+    if (alike[:, 0] & ~alike[:, 1]).any():  # half a key is not enough to tell them apart
+        numbers = {key: n for n, key in enumerate(keys.tolist())}
+        return np.array([numbers.get(key, _LOST) for key in wanted.tolist()], np.int64)
+    whole = alike.all(axis=1)
+    found[asking[whole]] = nearest[whole]
+    return found
+
+
+def _first_rows(number: np.ndarray, count: int) -> np.ndarray:
+    """The first row of each number."""
+    first = np.empty(count, np.int64)
+    used = np.flatnonzero(number != NO_ROW)[::-1]
+    first[number[used]] = used
+    return first
+
+
+def _refuse_collisions(
+    number: np.ndarray, count: int, above: list[bytes], symbols: list[bytes]
 ) -> None:
-    """A block counts in a tier only with all its shards there."""
-    if shards == 1:
-        return
-    for key, record in list(found.items()):
-        cells = record.cells
-        for start in range(0, tier_count * shards, shards):
-            part = cells[start : start + shards]
-            if NO_PLACE in part:
-                refused.extend((start // shards, place) for place in part if place != NO_PLACE)
-                cells[start : start + shards] = [NO_PLACE] * shards
-        if all(place == NO_PLACE for place in cells):
-            del found[key]
+    """A key that fits two blocks names the first: rows of the other lose their number."""
+    leaders = _first_rows(number, count)[number]
+    rows = np.flatnonzero((number != NO_ROW) & (leaders != np.arange(len(number))))
+    for row, leader in zip(rows.tolist(), leaders[rows].tolist(), strict=True):
+        if symbols[row] != symbols[leader] or above[row] != above[leader]:
+            number[row] = NO_ROW
 
 
-def _refuse_cells(cells: list[int], shards: int, refused: list[tuple[int, int]]) -> None:
-    refused.extend((i // shards, place) for i, place in enumerate(cells) if place != NO_PLACE)
+def _cut(blocks: _Blocks, row_widths: np.ndarray, limit: int) -> _Chains:
+    """Cuts what hangs together below the root into runs, depth first."""
+    count = len(blocks.parents)
+    alive = (blocks.cells != NO_ROW).any(axis=(1, 2))
+    held = blocks.parents == _ROOT
+    linked = blocks.parents >= 0
+    held[linked] = alive[blocks.parents[linked]]
+    held &= alive
+    children = np.flatnonzero(held)
+    children = children[np.argsort(blocks.parents[children], kind="stable")]
+    child_counts = np.bincount(blocks.parents[children] + 1, minlength=count + 1)
+    firsts = np.concatenate(([0], np.cumsum(child_counts)))
+    widths = row_widths[blocks.leaders]
+    nexts = np.full(count, NO_ROW)
+    single = np.flatnonzero(child_counts[1:] == 1)
+    only = children[firsts[single + 1]]
+    alike = widths[only] == widths[single]
+    nexts[single[alike]] = only[alike]
+    return _follow(children.tolist(), firsts.tolist(), nexts.tolist(), limit)
 
 
-def _build(
+def _follow(children: list[int], firsts: list[int], nexts: list[int], limit: int) -> _Chains:
+    """`nexts` has the block that continues a run; children of block n begin at `firsts[n + 1]`."""
+    order: list[int] = []
+    starts: list[int] = []
+    above: list[int] = []
+    stack = [(_ROOT, child) for child in children[: firsts[1]][::-1]]
+    while stack and len(order) < limit:
+        parent, block = stack.pop()
+        here, start = len(starts), len(order)
+        starts.append(start)
+        above.append(parent)
+        order.append(block)
+        after = nexts[block]
+        if after != NO_ROW:
+            for _ in range(min(limit - start, MAX_RUN_BLOCKS) - 1):
+                block = after
+                order.append(block)
+                after = nexts[block]
+                if after == NO_ROW:
+                    break
+        first, past = firsts[block + 1], firsts[block + 2]
+        if first < past:
+            stack.extend([(here, child) for child in children[first:past][::-1]])
+    return _Chains(order, starts, above)
+
+
+def _make(
     tree: PlacedTree,
     root: Root,
-    found: dict[bytes, _Record],
-    below: dict[bytes, list[bytes]],
-    limit: int,
-) -> int:
-    """Moves what hangs together from `found` into the tree."""
-    made = 0
-    stack = [(root.head, key) for key in reversed(below.pop(root.key, []))]
-    while stack and made < limit:
-        parent, key = stack.pop()
-        run, last = _build_run(tree, parent, key, found, below, limit - made)
-        made += run.count
-        stack.extend((run, child) for child in reversed(below.pop(last, [])))
-    return made
+    rows: np.ndarray,
+    symbols: list[bytes],
+    leaders: np.ndarray,
+    cells: np.ndarray,
+    chains: _Chains,
+) -> list[GraftedRun]:
+    """Makes the runs and hangs them into the tree; `leaders` and `cells` are in their order."""
+    if not chains.order:
+        return []
+    places = np.where(cells == NO_ROW, NO_PLACE, rows["place"][cells])
+    cell_bytes, key_bytes = places.tobytes(), rows["key"][leaders].tobytes()
+    stride, key_stride = places[0].nbytes, rows["key"].dtype.itemsize
+    in_order = [symbols[row] for row in leaders.tolist()]
+    parent_keys = rows["parent_key"][leaders[chains.starts]].tolist()
+    resident = _count_resident(places, chains.starts)
+    stops = [*chains.starts[1:], len(in_order)]
+    made: list[Run] = []
+    grafted: list[GraftedRun] = []
+    for above, start, stop, key, count in zip(
+        chains.above, chains.starts, stops, parent_keys, resident, strict=True
+    ):
+        parent = root.head if above == _ROOT else made[above]
+        text = b"".join(in_order[start:stop])
+        run = Run(root, parent, parent.first + parent.count, text, len(in_order[start]))
+        run.places = cell_bytes[start * stride : stop * stride]
+        run.ready, run.resident = stop - start, count
+        made.append(run)
+        keys = key_bytes[start * key_stride : stop * key_stride]
+        grafted.append(GraftedRun(run, key, keys))
+    tree.adopt(root, made)
+    return grafted
 
 
-def _build_run(
-    tree: PlacedTree,
-    parent: Run,
-    key: bytes,
-    found: dict[bytes, _Record],
-    below: dict[bytes, list[bytes]],
-    limit: int,
-) -> tuple[Run, bytes]:
-    """Makes one run of the chain that begins with `key`; answers it and its last block's key."""
-    record = found.pop(key)
-    symbols, places, width = [record.symbol], record.cells, len(record.symbol)
-    most = min(MAX_RUN_BLOCKS, limit)
-    while len(symbols) < most:
-        nexts = below.get(key)
-        if nexts is None or len(nexts) != 1 or len(found[nexts[0]].symbol) != width:
-            break
-        del below[key]
-        key = nexts[0]
-        record = found.pop(key)
-        symbols.append(record.symbol)
-        places.extend(record.cells)
-    run = Run(parent.root, parent, parent.first + parent.count, b"".join(symbols), width)
-    _adopt(tree, parent, run, places)
-    return run, key
-
-
-def _adopt(tree: PlacedTree, parent: Run, run: Run, places: list[int]) -> None:
-    shards = run.root.space.shard_count
-    run.places = struct.pack(f"<{len(places)}q", *places)
-    run.ready = run.count
-    run.resident = count_resident(run.places, tree.tier_count, shards)
-    tree.adopt(parent, run)
+def _count_resident(places: np.ndarray, starts: list[int]) -> list[int]:
+    """`Run.resident` of each run."""
+    there = (places != NO_PLACE).sum(axis=2)
+    counts = np.add.reduceat(there, starts, axis=0)
+    resident: list[int] = counts[:, 0].tolist()
+    for tier in range(1, counts.shape[1]):
+        shift = COUNTER_BITS * tier
+        more = counts[:, tier].tolist()
+        resident = [a | b << shift for a, b in zip(resident, more, strict=True)]
+    return resident

@@ -60,6 +60,7 @@ class PlacedTree(Tree):
             return
         assert (places >= 0).all()
         before = self._swap_places(run, start, start + len(places), tier, places)
+        assert (before >= NO_PLACE).all(), "a block on its way arrives by `end_move`"
         added = int((before == NO_PLACE).sum())
         if added:
             self._count_places(run, tier, added)
@@ -81,6 +82,7 @@ class PlacedTree(Tree):
             return []
         assert self._elsewhere(run, start, stop, tier).all(), "a block would lose its last copy"
         before = self._swap_places(run, start, stop, tier, NO_PLACE)
+        assert (before >= NO_PLACE).all(), "a block on its way there is no copy to give up"
         freed: list[int] = before[before != NO_PLACE].tolist()
         if freed:
             self._count_places(run, tier, -len(freed))
@@ -116,9 +118,9 @@ class PlacedTree(Tree):
 
     def _elsewhere(self, run: Run, start: int, stop: int, tier: int) -> np.ndarray:
         """Which of the blocks have a whole copy in another tier than `tier`."""
-        whole = (self.places_grid(run, start, stop) >= 0).all(axis=2)
+        whole = np.all(self.places_grid(run, start, stop) >= 0, axis=2)
         whole[:, tier] = False
-        return np.asarray(whole.any(axis=1))
+        return np.asarray(np.any(whole, axis=1))
 
     def _has_copy(self, run: Run, i: int) -> bool:
         stride = stride_of(run, self.tier_count)

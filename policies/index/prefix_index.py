@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import numpy as np
 
 from kvstore.core.keys import chain_keys
 from kvstore.core.space import Space
 from kvstore.policies.index.check import check_tree
-from kvstore.policies.index.graft import GraftBlock, Grafted, graft
+from kvstore.policies.index.graft import Grafted, graft
 from kvstore.policies.index.run import Run, Span
 from kvstore.policies.index.staging import StagedTree
 
@@ -19,10 +19,17 @@ KEY_STRIDE_BLOCKS = 64
 class PrefixIndex(StagedTree):
     """Runs of blocks by exact prefix. One thread owns it; nothing here blocks or allocates much."""
 
-    def graft(self, space: Space, digest: bytes, blocks: Iterable[GraftBlock]) -> Grafted:
+    def graft_columns(
+        self,
+        space: Space,
+        digest: bytes,
+        rows: np.ndarray,
+        symbols: list[bytes],
+        tiers: np.ndarray,
+    ) -> Grafted:
         """Builds an empty root's tree from READY blocks found in the tiers at start."""
         root = self.root(space, digest)
-        return graft(self, root, blocks, self.free_blocks - 1)
+        return graft(self, root, rows, symbols, tiers, self.free_blocks - 1)
 
     def key_before(self, run: Run, i: int) -> bytes:
         """Key of the block before block `i` of `run`: the root's key for the first block."""

@@ -223,6 +223,14 @@ class Removed(NamedTuple):
     spans: list[Span]
     grids: list[np.ndarray]
 
+    def add(self, more: Removed) -> None:
+        """Takes what another removal took away."""
+        for places, added in zip(self.places, more.places, strict=True):
+            places.extend(added)
+        self.anchors.extend(more.anchors)
+        self.spans.extend(more.spans)
+        self.grids.extend(more.grids)
+
 
 def child_key(symbol: bytes) -> bytes | int:
     """Under what a child is filed by its first symbol."""

@@ -10,10 +10,10 @@ from kvstore.core.block import NO_PLACE
 from kvstore.core.keys import Chain
 from kvstore.core.space import Space
 from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
-from kvstore.policies.index.listener import IndexListener, SilentListener
+from kvstore.policies.index.counters import Counters
+from kvstore.policies.index.listener import IndexListener
 from kvstore.policies.index.run import (
     COUNTER_BITS,
-    COUNTER_MASK,
     MAX_RUN_BLOCKS,
     Anchor,
     Mark,
@@ -28,25 +28,19 @@ from kvstore.policies.index.run import (
 from kvstore.policies.index.walk import Walk
 
 
-class Tree:
+class Tree(Counters):
     """Runs of every root, their places by tier, and what protects them.
 
     `changes` counts what may lead a walk astray: splits, merges, removals, new roots.
     """
 
     def __init__(self, tier_count: int, listener: IndexListener | None = None):
-        assert tier_count > 0
-        self.tier_count = tier_count
-        self.listener: IndexListener = listener or SilentListener()
+        super().__init__(tier_count, listener)
         self.changes = 0
         self.block_count = 0
         self.run_count = 0
         self.root_count = 0
         self._roots: dict[bytes, dict[bytes, Root]] = {}
-        self._tiers = range(tier_count)
-        # With one tier a leaf has no children: nobody asks what is anchored below it.
-        self._kinds = range(tier_count + 1 if tier_count > 1 else 1)
-        self._busy_shift = COUNTER_BITS * tier_count
 
     # Roots
 
@@ -95,82 +89,39 @@ class Tree:
         run = anchor.run
         return [] if run is None else self.path_to(run, anchor.depth, first_block)
 
-    # Counters of what lies below
-
-    def _held(self, run: Run) -> int:
-        """Bit mask of the tiers in which `run` keeps its parent from being a leaf.
-
-        With several tiers the bit above them says that the run, or one below, is busy: anchored or
-        STAGING. It is counted like a tier, in the field of `Run.below` above the tiers'.
-        """
-        counters = run.resident | run.below
-        if self.tier_count == 1:
-            return 1 if counters or run.staging is not None else 0
-        held = 1 << self.tier_count if run.marks else 0
-        if run.staging is not None:
-            held = 1 << self.tier_count | 1 << run.staging.tier
-        for kind in self._kinds:
-            if counters >> COUNTER_BITS * kind & COUNTER_MASK:
-                held |= 1 << kind
-        return held
-
-    def _lift(self, run: Run, held: int) -> None:
-        """Carries a change of `_held(run)`, which was `held`, up to the ancestors' counters."""
-        now = self._held(run)
-        while now != held and run.parent is not None:
-            parent = run.parent
-            parent_held = self._held(parent)
-            for kind in self._kinds:
-                delta = (now >> kind & 1) - (held >> kind & 1)
-                if delta:
-                    parent.below += delta << COUNTER_BITS * kind
-                    if delta < 0 and parent.is_leaf(kind):
-                        self.listener.on_leaf(parent, kind)
-            run, held, now = parent, parent_held, self._held(parent)
-
-    def _lift_anchored(self, run: Run, delta: int) -> None:
-        """`_lift` after `run` got its first mark (1) or lost its last one (-1)."""
-        if self.tier_count == 1:
-            return
-        shift, step = self._busy_shift, delta << self._busy_shift
-        above = run.parent
-        busy = run.staging is not None or run.below >> shift
-        while not busy and above is not None:
-            below = above.below
-            above.below = below + step
-            busy = above.marks or above.staging is not None or min(below, below + step) >> shift
-            above = above.parent
-
-    def _tell_leaf(self, run: Run) -> None:
-        for tier in self._tiers:
-            if run.is_leaf(tier):
-                self.listener.on_leaf(run, tier)
-
     # Links
 
     def _link(self, parent: Run, child: Run) -> None:
         """Puts a new run under `parent`."""
         if parent.parent is None and parent.children is None:
-            root = parent.root
-            group = self._roots.setdefault(root.space.id, {})
-            assert root.digest not in group
-            group[root.digest] = root
-            self.root_count += 1
-            self.changes += 1
+            self._file_root(parent.root)
         add_child(parent, child)
         self.run_count += 1
         self.block_count += child.count
         self._lift(child, 0)
 
-    def adopt(self, parent: Run, run: Run) -> None:
-        """Links a run whose blocks are READY already."""
-        self._link(parent, run)
+    def adopt(self, root: Root, runs: list[Run]) -> None:
+        """Links the runs of an empty root, parents first; all their blocks are READY."""
+        self._file_root(root)
+        slots = [0] * self.tier_count
+        for run in runs:
+            assert run.parent is not None
+            add_child(run.parent, run)
+        for run in reversed(runs):
+            held, parent = self._held(run), run.parent
+            assert parent is not None
+            for tier in self._tiers:
+                parent.below += (held >> tier & 1) << COUNTER_BITS * tier
+                slots[tier] += run.resident_in(tier)
+        self.run_count += len(runs)
+        self.block_count += sum(run.count for run in runs)
         for tier in self._tiers:
-            slots = run.resident_in(tier)
-            if slots:
-                self.listener.on_slots(run.root.space, tier, slots)
-        self.listener.on_ready(run, 0, run.count)
-        self._tell_leaf(run)
+            if slots[tier]:
+                self.listener.on_slots(root.space, tier, slots[tier])
+        for run in runs:
+            self.listener.on_ready(run, 0, run.count)
+        for run in runs:
+            self._tell_leaf(run)
 
     def _unlink(self, run: Run) -> None:
         """Takes a run, with all below, off its parent; it keeps pointing at the parent."""
@@ -192,6 +143,14 @@ class Tree:
         self._tell_leaf(parent)
         if held >> self.tier_count:
             self.listener.on_unanchor(parent)
+
+    def _file_root(self, root: Root) -> None:
+        """Counts a root that gets its first block."""
+        group = self._roots.setdefault(root.space.id, {})
+        assert root.digest not in group
+        group[root.digest] = root
+        self.root_count += 1
+        self.changes += 1
 
     def _forget_root(self, root: Root) -> None:
         group = self._roots[root.space.id]
@@ -358,14 +317,14 @@ class Tree:
         """Takes away all blocks of a root."""
         removed = self._removed_nothing()
         for child in list(children_of(root.head)):
-            _extend(removed, self.remove(child))
+            removed.add(self.remove(child))
         return removed
 
     def remove_space(self, space: Space) -> Removed:
         """Takes away all blocks of a space."""
         removed = self._removed_nothing()
         for root in self.roots(space):
-            _extend(removed, self.remove_root(root))
+            removed.add(self.remove_root(root))
         return removed
 
     def _bury(self, run: Run, removed: Removed) -> None:
@@ -390,11 +349,3 @@ class Tree:
         run.marks = run.staging = run.children = None
         run.places = b""
         run.ready = -1
-
-
-def _extend(removed: Removed, more: Removed) -> None:
-    for places, added in zip(removed.places, more.places, strict=True):
-        places.extend(added)
-    removed.anchors.extend(more.anchors)
-    removed.spans.extend(more.spans)
-    removed.grids.extend(more.grids)
