@@ -85,7 +85,7 @@ class LocalMachine:
 
     def directory_bytes(self, directory: str) -> int:
         return sum(
-            os.stat(os.path.join(here, name), follow_symlinks=False).st_blocks * 512
+            medium_bytes(os.path.join(here, name))
             for here, _, names in os.walk(directory)
             for name in names
         )
@@ -95,6 +95,14 @@ class LocalMachine:
 
     def uid(self) -> int:
         return os.getuid()
+
+
+def medium_bytes(path: str) -> int:
+    """What a file takes on its medium; 0 if it is gone meanwhile."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0
 
 
 def file_system_type(path: Path) -> str:

@@ -12,7 +12,7 @@ from kvstore.core.config import Config, convert, effective, load
 from kvstore.core.config_disk import is_network_file_system
 from kvstore.core.config_rules import index_block_bytes
 from kvstore.core.errors import ConfigError
-from kvstore.core.machine import FixedMachine, LocalMachine, file_system_type
+from kvstore.core.machine import FixedMachine, LocalMachine, file_system_type, medium_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 MACHINE = FixedMachine(memory=64 * GIB, free=20 * GIB)
@@ -168,6 +168,7 @@ def test_bytes_on_the_medium_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert 2 << 16 <= LocalMachine().directory_bytes(str(tmp_path)) <= 3 << 16
     assert LocalMachine().directory_bytes(str(tmp_path / "none")) == 0
+    assert medium_bytes(str(tmp_path / "none")) == 0
 
 
 QUOTAS = [
