@@ -33,6 +33,7 @@ from kvstore.tiers.disk.index import (
     IndexFull,
     IndexLost,
     Meta,
+    entry_bytes,
     pack_key,
     pack_value,
     parse_value,
@@ -42,6 +43,8 @@ from kvstore.tiers.disk.layout import CELLS, pack_cell, pack_header, parse_heade
 from kvstore.tiers.disk.segments import Segment, SegmentFiles
 from kvstore.tiers.record import SlotRecord
 
+FULL = "its index is full; raise tiers.disk.size or store fewer blocks"
+WANTED_MAX = 0.5
 GENERATION_STEP = 1 << 20
 """Generations reserved at a time; a crash skips at most this many."""
 
@@ -66,6 +69,7 @@ class Committer:
         self._sequence = meta.sequence
         self._generations, self._health, self._io = generations, health, io
         self._forgotten: set[bytes] = set()
+        self._wanted_ratio = 0.0
         self._index_works: Callable[[], None] | None = index_works
         self.lock = threading.Lock()
 
@@ -76,9 +80,10 @@ class Committer:
             if not blocks:
                 self._remove()
                 return []
-            if not self._has_room():
+            if not self._has_room(blocks):
                 self._remove()
-                self._refuse_if_full()
+                if not self._has_room(blocks):
+                    raise self._health.failed("enter more blocks", IndexFull(FULL))
             removals = self._books.pending()
             group = self._numbered(blocks)
             try:
@@ -94,7 +99,9 @@ class Committer:
     def relieve(self) -> bool:
         """Whether the index has room for blocks, or has it again."""
         with self.lock:
-            return self._index.is_open and self._index.used_ratio < RELIEF_RATIO
+            if not self._index.is_open:
+                return False
+            return self._index.used_ratio + min(self._wanted_ratio, WANTED_MAX) < RELIEF_RATIO
 
     def entry(self, key: bytes) -> SlotRecord | None:
         with self.lock:
@@ -129,14 +136,11 @@ class Committer:
         if self._health.read_only:
             raise TierError(self._health.problem)
 
-    def _has_room(self) -> bool:
-        return self._index.used_ratio < FULL_RATIO
-
-    def _refuse_if_full(self) -> None:
-        if not self._has_room():
-            raise self._health.failed(
-                "enter more blocks", IndexFull("its index is full; raise tiers.disk.size")
-            )
+    def _has_room(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> bool:
+        """Whether the index can take these and stay below its limit."""
+        needed = sum(entry_bytes(len(header.symbol)) for _, header, _ in blocks)
+        self._wanted_ratio = needed / self._index.map_bytes
+        return self._index.used_ratio + self._wanted_ratio < FULL_RATIO
 
     def _remove(self) -> None:
         """Makes all removals durable by themselves."""

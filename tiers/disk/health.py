@@ -24,7 +24,8 @@ class Health:
             text = f"tier {self._name} failed to {doing} in {self._path} ({error.strerror}); {fix}"
         else:
             text = f"tier {self._name} failed to {doing}: {error}"
-        self.problem = text
+        if not self.read_only:
+            self.problem = text
         return TierError(text)
 
     def give_up(self, reason: str) -> None:

@@ -21,7 +21,7 @@ import xxhash
 
 from kvstore.core.errors import TierError
 from kvstore.tiers.base import BlockHeader
-from kvstore.tiers.disk.io import PAGE, FileIO
+from kvstore.tiers.disk.io import PAGE, FileIO, whole_pages
 from kvstore.tiers.disk.layout import STORE_ID_BYTES, VERSION, Geometry
 from kvstore.tiers.record import SlotRecord
 
@@ -70,6 +70,12 @@ class Changes:
     deletes: Sequence[bytes] = ()
     segments: dict[int, Geometry] = field(default_factory=dict)
     gone_segments: Iterable[int] = ()
+
+
+def entry_bytes(symbol_bytes: int) -> int:
+    """What an entry takes of the map, at most: large ones lie on pages of their own."""
+    size = VALUE.size + symbol_bytes + CHECK_BYTES
+    return 2 * size if size < PAGE // 2 else whole_pages(size + CHECK_BYTES * 2) + PAGE // 16
 
 
 def pack_key(serial: int, index: int) -> bytes:

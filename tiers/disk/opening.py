@@ -11,13 +11,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvstore.core.errors import TierError
 from kvstore.tiers.disk import directory
 from kvstore.tiers.disk.belief import Belief, believe
 from kvstore.tiers.disk.books import DiskBooks
 from kvstore.tiers.disk.directory import Format, directory_bytes
 from kvstore.tiers.disk.fitting import fitting, restore
-from kvstore.tiers.disk.index import Changes, DiskIndex, Meta
+from kvstore.tiers.disk.index import FULL_RATIO, Changes, DiskIndex, Meta, entry_bytes
 from kvstore.tiers.disk.io import FileIO
 from kvstore.tiers.disk.loading import Loaded, load
 from kvstore.tiers.disk.scanning import FoundSegment, Scanner, find_format
@@ -102,10 +104,13 @@ class Opening:
         kept = self._fitting(kept)
         self._put_right(kept)
         belief = believe(self._scanner, loaded, {s.serial: s for s in kept}, self._notes)
+        is_new = loaded is None or self._index_bytes() > map_bytes(self._size_bytes)
+        if is_new:
+            kept, belief = self._within_index(kept, belief)
         kept = self._without_empty(kept, belief)
         meta = self._counters(loaded, belief, segments)
         books = self._books(kept, belief, meta)
-        self._write(index, loaded, belief, kept, meta)
+        self._write(index, None if is_new else loaded, belief, kept, meta)
         return Opened(
             self._format, books, self._files, index, meta, belief, self._notes, self._problem
         )
@@ -154,6 +159,25 @@ class Opening:
         missing = [s.geometry.file_bytes - s.length for s in kept if s.geometry is not None]
         rest += sum(max(0, count) for count in missing)
         return rest + map_bytes(self._size_bytes) > self._size_bytes
+
+    def _index_bytes(self) -> int:
+        return directory_bytes(self._path)[0]
+
+    def _within_index(
+        self, kept: list[FoundSegment], belief: Belief
+    ) -> tuple[list[FoundSegment], Belief]:
+        """Without the oldest segments whose entries an index of this size cannot take."""
+        blocks, most = belief.blocks, int(FULL_RATIO * map_bytes(self._size_bytes))
+        sizes = np.array([entry_bytes(len(symbol)) for symbol in blocks.symbols], np.int64)
+        taken, kept = int(sizes.sum()), sorted(kept, key=lambda s: s.sequence)
+        gone: list[int] = []
+        while taken > most and kept:
+            oldest = kept.pop(0)
+            gone.append(oldest.serial)
+            taken -= int(sizes[blocks.serials == oldest.serial].sum())
+            self._remove(oldest, "has more blocks than the index of this size can hold")
+        left = blocks.only(~np.isin(blocks.serials, gone))
+        return kept, belief._replace(blocks=left, newer=left)
 
     def _put_right(self, segments: list[FoundSegment]) -> None:
         """Names, sizes and superblocks as they should be."""
@@ -221,8 +245,7 @@ class Opening:
     ) -> None:  # fmt: skip
         """Makes the index say what is believed; if that fails, the tier only reads."""
         try:
-            index_bytes, _ = directory_bytes(self._path)
-            if loaded is None or index_bytes > map_bytes(self._size_bytes):
+            if loaded is None:
                 index.close()
                 directory.empty_index(self._path)
                 index.open()
