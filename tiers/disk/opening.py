@@ -106,7 +106,7 @@ class Opening:
         belief = believe(self._scanner, loaded, {s.serial: s for s in kept}, self._notes)
         is_new = loaded is None or self._index_bytes() > map_bytes(self._size_bytes)
         if is_new:
-            kept, belief = self._within_index(kept, belief)
+            belief = self._within_index(belief)
         kept = self._without_empty(kept, belief)
         meta = self._counters(loaded, belief, segments)
         books = self._books(kept, belief, meta)
@@ -163,21 +163,17 @@ class Opening:
     def _index_bytes(self) -> int:
         return directory_bytes(self._path)[0]
 
-    def _within_index(
-        self, kept: list[FoundSegment], belief: Belief
-    ) -> tuple[list[FoundSegment], Belief]:
-        """Without the oldest segments whose entries an index of this size cannot take."""
+    def _within_index(self, belief: Belief) -> Belief:
+        """Without the oldest blocks where an index of this size cannot take them all."""
         blocks, most = belief.blocks, int(FULL_RATIO * map_bytes(self._size_bytes))
         sizes = np.array([entry_bytes(len(symbol)) for symbol in blocks.symbols], np.int64)
-        taken, kept = int(sizes.sum()), sorted(kept, key=lambda s: s.sequence)
-        gone: list[int] = []
-        while taken > most and kept:
-            oldest = kept.pop(0)
-            gone.append(oldest.serial)
-            taken -= int(sizes[blocks.serials == oldest.serial].sum())
-            self._remove(oldest, "has more blocks than the index of this size can hold")
-        left = blocks.only(~np.isin(blocks.serials, gone))
-        return kept, belief._replace(blocks=left, newer=left)
+        newest_first = np.argsort(blocks.rows["generation"])[::-1]
+        fits = np.empty(len(sizes), bool)
+        fits[newest_first] = np.cumsum(sizes[newest_first]) <= most
+        if not fits.all():
+            self._notes.append(f"{np.count_nonzero(~fits)} blocks are too many for the index")
+        left = blocks.only(fits)
+        return belief._replace(blocks=left, newer=left)
 
     def _put_right(self, segments: list[FoundSegment]) -> None:
         """Names, sizes and superblocks as they should be."""
