@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +11,7 @@ import numpy as np
 import pytest
 import writer
 from daemons import DaemonProcess, Tagged, eventually
+from writers import running
 
 from kvstore.client import KVClient
 
@@ -28,48 +24,6 @@ limits.staging_bytes_per_session = "4MiB"
 """
 
 
-class Writer:
-    """One process of `tests/support/writer.py`, and what it has said so far."""
-
-    def __init__(self, address: str, seed: int) -> None:
-        script = Path(writer.__file__)
-        # Where PYTHONSAFEPATH is set a script does not see its own folder.
-        environ = {**os.environ, "PYTHONPATH": str(script.parent)}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), address, str(seed)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
-        )  # fmt: skip
-        self.acked: dict[int, int] = {}
-        self.complaints: list[str] = []
-        self.hits = 0
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            word, *numbers = line.split()
-            if word == "ack":
-                self.acked[int(numbers[0])] = int(numbers[1])
-            elif word == "hit":
-                self.hits += int(numbers[0])
-            else:
-                self.complaints.append(line)
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        finally:
-            self.process.kill()
-            self._reader.join()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-
-
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
     made = DaemonProcess("128MiB", LIMITS)
@@ -80,9 +34,8 @@ def daemon() -> Iterator[DaemonProcess]:
 def run_kills(daemon: DaemonProcess, kills: int, writer_count: int, seed: int) -> dict[str, int]:
     random, tagged = Random(seed), Tagged(writer.SPEC)
     daemon.start()
-    writers = [Writer(daemon.address, n) for n in range(writer_count)]
     totals = {"kills": 0, "readopted": 0, "checked": 0}
-    try:
+    with running(daemon.address, writer_count) as writers:
         while totals["kills"] < kills:
             time.sleep(random.uniform(0.05, 0.4))
             daemon.kill()
@@ -99,9 +52,6 @@ def run_kills(daemon: DaemonProcess, kills: int, writer_count: int, seed: int) -
             with daemon.client(call_timeout_seconds=10.0) as client:
                 totals["readopted"] += client.status().readopted_blocks
                 totals["checked"] += check_all(client, tagged, acked)
-    finally:
-        for one in writers:
-            one.stop()
     assert not [line for one in writers for line in one.complaints]
     totals["hits"] = sum(one.hits for one in writers)
     totals["acked"] = sum(sum(one.acked.values()) for one in writers)
@@ -145,15 +95,11 @@ def test_kill_under_eviction(daemon: DaemonProcess) -> None:
     small = DaemonProcess("4MiB", LIMITS)
     try:
         small.start()
-        writers = [Writer(small.address, n) for n in range(2)]
-        try:
+        with running(small.address, 2) as writers:
             for _ in range(6):
                 time.sleep(0.5)
                 small.kill()
                 small.start()
-        finally:
-            for one in writers:
-                one.stop()
     finally:
         small.close()
     complaints = [line for one in writers for line in one.complaints]

@@ -65,16 +65,20 @@ class DaemonProcess:
         self.pool = self.directory / "pool"
         self.log_path = self.directory / "log"
         self.config_path = self.directory / "kvstore.toml"
+        self.size = size
         self.config = (
-            f'tiers.host.size = "{size}"\ntiers.host.directory = "{self.pool}"\n'
+            f'tiers.host.directory = "{self.pool}"\n'
             f'server.socket = "{self.socket}"\nserver.metrics = "{metrics}"\n'
         )
         self.configure(config)
         self.process: subprocess.Popen[bytes] | None = None
+        self.environ: dict[str, str] = {}
+        """What the process finds in its environment besides this one's."""
 
     def configure(self, extra: str) -> None:
         """Writes the configuration file: `extra` below what each daemon here needs."""
-        self.config_path.write_text(f"{self.config}{extra}\n")
+        size = f'tiers.host.size = "{self.size}"\n'
+        self.config_path.write_text(f"{size}{self.config}{extra}\n")
 
     @property
     def address(self) -> str:
@@ -92,6 +96,7 @@ class DaemonProcess:
     def launch(self) -> subprocess.Popen[bytes]:
         """Starts the process without waiting."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
+        environ |= self.environ
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvstore.cli.main", "serve", "--config",
@@ -126,6 +131,10 @@ class DaemonProcess:
         """kill -9, and waits until the process is gone."""
         self.signal(signal.SIGKILL)
         self.wait()
+
+    def lose_memory(self) -> None:
+        """Host blocks are gone, as after a reboot; the daemon is not running."""
+        shutil.rmtree(self.pool, ignore_errors=True)
 
     def wait(self, seconds: float = 20.0) -> int:
         """Waits for its end; answers with the exit status."""
