@@ -95,11 +95,12 @@ class DemotionQueue:
             for part, start, stop in unwritten:
                 size = part.root.space.slot_bytes * part.root.space.shard_count
                 stop = min(stop, start + max(1, left // size))
-                left -= (stop - start) * size
-                self._count(pool, (stop - start) * size)
                 self._unfinished.add(pool)
                 yield Demote(part, start, stop, HOST, DISK)
-                if left <= 0 or not is_moving(self._residency.index, part, start):
+                begun = moving(self._residency.index, part, start, stop)
+                left -= begun * size
+                self._count(pool, begun * size)
+                if left <= 0 or begun < stop - start:
                     return
             self._unfinished.discard(pool)
             if self.owed_bytes(pool) <= 0:
@@ -129,6 +130,8 @@ def unwritten_above(index: PrefixIndex, run: Run) -> list[tuple[Run, int, int]]:
     return found
 
 
-def is_moving(index: PrefixIndex, run: Run, i: int) -> bool:
-    """Whether block `i` is on its way to disk, or there."""
-    return bool(index.places_grid(run, i, i + 1)[0, DISK, 0] != NO_PLACE)
+def moving(index: PrefixIndex, run: Run, start: int, stop: int) -> int:
+    """How many of the blocks are on their way to disk, or there."""
+    if run.ready < stop:
+        return 0
+    return int(np.count_nonzero(index.places_grid(run, start, stop)[:, DISK, 0] != NO_PLACE))

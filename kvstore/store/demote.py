@@ -42,7 +42,8 @@ class WriteBehind:
         self._running: deque[Group] = deque()
         self._heard: list[Callable[[], None]] = []
         self._settling = self._probing = False
-        self._fruitless = self._settled_places = 0
+        self._fruitless = 0
+        self._settled_places = -1  # what recovery did not take back has to be settled, too
         self._probed = self._paused_until = self._spent_at = parts.clock.now()
         section = parts.config.tiers.disk
         capacity = parts.disk.usage().capacity_bytes if parts.disk is not None else 0
@@ -85,6 +86,13 @@ class WriteBehind:
         parts, space = self._parts, run.root.space
         if space.closing or not space.recorded:
             return 0
+        # Making room on disk must not take away what these blocks depend on.
+        held = parts.index.anchor(run, stop, 0)
+        begun = self._take_parts(run, start, stop, forced)
+        parts.index.unanchor(held)
+        return begun
+
+    def _take_parts(self, run: Run, start: int, stop: int, forced: bool) -> int:
         begun = 0
         while start < stop:
             past = min(stop, start + GROUP_BLOCKS - self._open.block_count)
@@ -95,7 +103,7 @@ class WriteBehind:
                 self.submit()
             if start < past:
                 if not forced:
-                    parts.recorder.demotion_skipped("room", stop - start)
+                    self._parts.recorder.demotion_skipped("room", stop - start)
                 break
             if forced and len(self._running) >= GROUPS_RUNNING:
                 break

@@ -82,7 +82,7 @@ def space_views(parts: Parts) -> list[SpaceView]:
                 spec=space.spec,
                 tenant=space.tenant,
                 epoch=space.epoch,
-                block_count=max(used.values()) // (space.slot_bytes * space.shard_count),
+                block_count=parts.index.blocks_of(space),
                 attachment_count=attached.get(space.number, 0),
                 used_bytes=used,
             )

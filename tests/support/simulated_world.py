@@ -155,6 +155,7 @@ class SimulatedWorld:
 
     def new_disk(self) -> Any:
         if self.disk_kind == "disk":
+            (self.directory / "disk").mkdir(mode=0o700, exist_ok=True)
             return DiskTier(self.directory / "disk", DISK_BYTES * 8)
         return MemoryTier(DISK_BYTES, "disk") if self.disk_kind else None
 
@@ -175,10 +176,7 @@ class SimulatedWorld:
         self.budget.rates.clear()
         self.desk.settle()
         assert not self.open, "a call never got its answer"
-        for _ in range(3):
-            self.desk.clock.advance(200.0)
-            self.desk.kv.tick()
-            self.desk.settle()
+        self.rest()
         parts, status = self.desk.kv.parts, self.desk.kv.status()
         held = (status.session_count, status.lease_count, status.reservation_count,
                 status.pin_count, status.leased_bytes, status.reserved_bytes)  # fmt: skip
@@ -193,9 +191,8 @@ class SimulatedWorld:
         self.desk.settle()
         usage = self.inner.usage()
         assert usage.block_count == self.check_all_ready(0, self.inner)
+        self.rest()
         if self.disk is not None:
-            self.desk.kv.tick()
-            self.desk.settle()
             assert self.disk.usage().resting_bytes == 0, "slots rest on disk for ever"
             on_disk = self.check_all_ready(1, self.disk)
             assert self.disk.usage().block_count == on_disk
@@ -203,6 +200,13 @@ class SimulatedWorld:
         assert self.follower.readable() == ready_keys(parts)
         self.happened["blocks in the end"] = usage.block_count
         self.happened.update({f"fault {f}": n for f, n in self.budget.happened.items()})
+
+    def rest(self) -> None:
+        """Time passes until everything that ends by time has."""
+        for _ in range(3):
+            self.desk.clock.advance(200.0)
+            self.desk.kv.tick()
+            self.desk.settle()
 
     def check_all_ready(self, number: int, tier: Any) -> int:
         """Every READY block of a tier holds its own bytes; answers with how many slots that are."""

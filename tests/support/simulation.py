@@ -24,7 +24,7 @@ from follower import Follower
 from simulated_world import POOLS, RATES, SECTIONS, SPACES, Prompt, SimulatedWorld
 
 from kvstore.core.completion import Completion
-from kvstore.core.errors import KVStoreError, LeaseLost, NotFound
+from kvstore.core.errors import KVStoreError, LeaseLost, LimitReached, NotFound
 from kvstore.testing import (
     Fault,
     FaultBudget,
@@ -308,7 +308,7 @@ class Simulation(SimulatedWorld):
             data, checksum = answer
             assert data == right or xxhash.xxh3_128_digest(data) != checksum
 
-        with suppress(LeaseLost):
+        with suppress(LeaseLost, LimitReached):
             self.later(
                 self.desk.kv.read_block(held.engine.session, held.found.lease_id, block), check
             )
