@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
@@ -21,6 +23,7 @@ from kvstore.policies.index.tree import Tree
 def check_tree(tree: Tree) -> None:
     """Raises AssertionError where the tree contradicts itself."""
     blocks = runs = roots = 0
+    spaces: Counter[bytes] = Counter()
     for root in tree.roots():
         roots += 1
         assert root.head.children is not None, "an empty root is filed"
@@ -31,8 +34,11 @@ def check_tree(tree: Tree) -> None:
             _check_run(tree, run)
             _check_below(tree, run)
             blocks += run.count
+            spaces[root.space.id] += run.count
             runs += 1
     assert (blocks, runs, roots) == (tree.block_count, tree.run_count, tree.root_count)
+    assert all(tree.blocks_of(root.space) == spaces[root.space.id] for root in tree.roots())
+    assert sum(spaces.values()) == sum(tree._blocks.values())
 
 
 def _check_run(tree: Tree, run: Run) -> None:

@@ -41,6 +41,19 @@ class Tree(Counters):
         self.run_count = 0
         self.root_count = 0
         self._roots: dict[bytes, dict[bytes, Root]] = {}
+        self._blocks: dict[bytes, int] = {}
+
+    def blocks_of(self, space: Space) -> int:
+        """How many blocks of a space there are, each counted once whatever tiers it is in."""
+        return self._blocks.get(space.id, 0)
+
+    def _count(self, space: Space, blocks: int) -> None:
+        self.block_count += blocks
+        left = self._blocks.get(space.id, 0) + blocks
+        if left:
+            self._blocks[space.id] = left
+        else:
+            self._blocks.pop(space.id, None)
 
     # Roots
 
@@ -97,7 +110,7 @@ class Tree(Counters):
             self._file_root(parent.root)
         add_child(parent, child)
         self.run_count += 1
-        self.block_count += child.count
+        self._count(child.root.space, child.count)
         self._lift(child, 0)
 
     def adopt(self, root: Root, runs: list[Run]) -> None:
@@ -114,7 +127,7 @@ class Tree(Counters):
                 parent.below += (held >> tier & 1) << COUNTER_BITS * tier
                 slots[tier] += run.resident_in(tier)
         self.run_count += len(runs)
-        self.block_count += sum(run.count for run in runs)
+        self._count(root.space, sum(run.count for run in runs))
         for tier in self._tiers:
             if slots[tier]:
                 self.listener.on_slots(root.space, tier, slots[tier])
@@ -344,7 +357,7 @@ class Tree(Counters):
         for mark in (run.marks or {}).values():
             removed.anchors.extend(mark.anchors)
             mark.run = None
-        self.block_count -= run.count
+        self._count(space, -run.count)
         self.run_count -= 1
         run.marks = run.staging = run.children = None
         run.places = b""
