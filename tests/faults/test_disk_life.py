@@ -114,6 +114,26 @@ def test_a_flush_of_one_space_leaves_others(
     assert kv(daemon, "flush", "--space", "00000000") == 1
 
 
+def test_a_flush_that_leaves_blocks_out_fails(
+    path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is smaller than the pool takes what it can, and the exit code is 1."""
+    daemon = DaemonProcess("48MiB", with_disk(path).replace("32MiB", "16MiB"))
+    try:
+        daemon.start()
+        put(daemon, list(range(4 * 2000)))
+        code, flushed = output(capfd, daemon, "flush")
+        durable, left_out = flushed["durable_blocks"], flushed["left_out_blocks"]
+        assert (code, durable + left_out) == (1, 2000)
+        assert 500 < durable < 1000
+        assert kv(daemon, "flush") == 1
+        assert "left out" in capfd.readouterr().out
+        assert sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) <= 16 << 20
+        assert daemon.status().state == "serving"
+    finally:
+        daemon.close()
+
+
 def test_the_first_start_with_a_disk_keeps_the_pool(daemon: DaemonProcess, path: Path) -> None:
     """I10: epochs and spaces move to the disk's directory, and the pool's blocks stay."""
     daemon.configure(QUICK)
