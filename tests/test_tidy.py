@@ -56,7 +56,7 @@ IMPORT_MAP: dict[str, set[str]] = {
     },
     "engines": {"core", "client", "engines"},
     "replay": {"core", "client", "policies", "replay"},
-    "bench": {"core", "client", "policies", "proto", "replay", "bench"},
+    "bench": {"core", "client", "policies", "proto", "tiers", "locks", "replay", "bench"},
 }
 FREE_PARTS = ("daemon", "cli")  # they put everything together
 LAZY_IMPORTS = ("daemon", "cli", "engines")  # heavy imports may wait there

@@ -15,7 +15,7 @@ from kvstore.core.spec import KVSpec, space_id
 from kvstore.replay.payload import PayloadMaker, prompt_keys
 
 MIB = 1 << 20
-CALL_TIMEOUT_SECONDS = 10.0
+CALL_TIMEOUT_SECONDS, PUT_TIMEOUT_SECONDS = 10.0, 60.0
 VOCABULARY = 128_000
 MAPPED_ROUND_SECONDS, MAPPED_ROUNDS_MAX = 0.2, 100
 
@@ -40,11 +40,14 @@ class Subject:
     def __init__(self, target: str, block_bytes: int, block_size: int = 16, seed: int = 0) -> None:
         self.block_bytes, self.block_size = block_bytes, block_size
         self.verified_bytes = 0
-        self.client = KVClient.connect(target, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self.client = KVClient.connect(
+            target, call_timeout_seconds=CALL_TIMEOUT_SECONDS,
+            put_timeout_seconds=PUT_TIMEOUT_SECONDS,
+        )  # fmt: skip
         spec = bench_spec(block_bytes, block_size)
         self.space = self.client.attach(spec, tenant="default")
-        self._space_id = space_id(spec, "default")
-        self._maker = PayloadMaker(self._space_id, 0, block_bytes)
+        self.space_id = space_id(spec, "default")
+        self._maker = PayloadMaker(self.space_id, 0, block_bytes)
         self._rng = random.Random(seed)
         self._unknown = np.full(block_size, 2**32 - 1, dtype=np.uint32)
 
@@ -54,7 +57,7 @@ class Subject:
         return np.frombuffer(raw, dtype="<u4") % np.uint32(VOCABULARY)
 
     def keys(self, tokens: np.ndarray) -> list[bytes]:
-        return prompt_keys(self._space_id, tokens, self.block_size)
+        return prompt_keys(self.space_id, tokens, self.block_size)
 
     def payloads(self, tokens: np.ndarray, out: np.ndarray, first_block: int = 0) -> np.ndarray:
         """The payloads of a prompt's blocks from `first_block` on, written to rows of `out`."""

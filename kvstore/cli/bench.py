@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -24,13 +25,34 @@ TARGETS = {
         "loop_stall_p99_seconds": ("<=", 0.005),
     },
     "memory": {"rss_bytes_per_block": ("<=", 576.0)},
+    "disk": {
+        "ratio_to_device_read": (">=", 0.85),
+        "ratio_to_device_write": (">=", 0.80),
+        "ratio_to_device_write_fresh": (">=", 0.80),
+        "lookup_p99_ratio_under_disk_load": ("<=", 3.0),
+    },
+    "start": {
+        "serving_seconds": ("<=", 10.0),
+        "serving_seconds_after_kill": ("<=", 5.0),
+    },
 }
 HELP = {
     "restore": "Lookup and restore of 1 MiB blocks against a plain copy and an empty gRPC call.",
     "put": "Puts of 1 MiB blocks against a plain copy, one client and eight.",
     "lookup": "Lookups over the local lane against an empty gRPC call, small index and large.",
     "memory": "The daemon's memory for an indexed block.",
+    "disk": "Restores from disk and flushes to it against plain direct reads and writes.",
+    "start": "Seconds until a daemon with a million blocks on disk serves, also after kill -9.",
 }
+path_option = click.option(
+    "--path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
+    help="Where the disk tier is made, and removed again; else in the user's cache or /var/tmp.",
+)  # fmt: skip
+blocks_option = click.option(
+    "--blocks", type=click.IntRange(min=640), metavar="N",
+    help="Blocks on disk; a tenth of them for the start after a kill.",
+)  # fmt: skip
+OPTIONS = {"disk": [path_option], "start": [path_option, blocks_option]}
 
 
 @click.group(invoke_without_command=True)
@@ -38,7 +60,7 @@ HELP = {
 @click.option("--quick", is_flag=True, help="A short run that shows it works; figures are rough.")
 @click.pass_context
 def command(context: click.Context, as_json: bool, quick: bool) -> None:
-    """Measure this store on this machine; without a name, all four, one after the other.
+    """Measure this store on this machine; without a name, all six, one after the other.
 
     Each benchmark starts a daemon of its own. Exit 1 if a byte that came back was wrong.
     """
@@ -53,11 +75,14 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
         finish(not any(result.get("wrong_bytes") for result in results.values()))
 
 
-def _measure(name: str, quick: bool) -> dict[str, Any]:
-    from kvstore.bench import lookup, memory, put, restore
+def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
+    from kvstore.bench import disk, lookup, memory, put, restore, start
 
-    modules = {"restore": restore, "put": put, "lookup": lookup, "memory": memory}
-    return {"benchmark": name, **modules[name].run(quick=quick)}
+    modules: dict[str, Any] = {
+        "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
+        "start": start,
+    }  # fmt: skip
+    return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 
 
 def _show(name: str, result: dict[str, Any]) -> None:
@@ -76,16 +101,18 @@ def _show(name: str, result: dict[str, Any]) -> None:
 
 
 def _add(name: str) -> None:
-    @command.command(name, help=HELP[name])
-    @click.option("--quick", is_flag=True, help="A short run; figures are rough.")
-    @json_option
-    def measure(quick: bool, as_json: bool) -> None:
-        result = _measure(name, quick)
+    def measure(quick: bool, as_json: bool, **options: Any) -> None:
+        result = _measure(name, quick, **options)
         if as_json:
             print_json(result)
         else:
             _show(name, result)
         finish(not result.get("wrong_bytes"))
+
+    for option in reversed(OPTIONS.get(name, [])):
+        measure = option(measure)
+    quick_option = click.option("--quick", is_flag=True, help="A short run; figures are rough.")
+    command.command(name, help=HELP[name])(quick_option(json_option(measure)))
 
 
 for _name in TARGETS:

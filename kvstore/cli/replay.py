@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvstore.cli.output import (
+    by_speed,
     finish,
     json_option,
     print_json,
@@ -20,13 +21,21 @@ from kvstore.cli.output import (
     target,
 )
 from kvstore.core.errors import PermissionDenied, StoreUnavailable
-from kvstore.core.sizes import format_bytes
+from kvstore.core.sizes import format_bytes, parse_size
 
 POOL_SHARE = 2  # of the trace's unique blocks, one in so many fits into a pool of our own
 UNKNOWN_POOL_BYTES = 1 << 30
 BYTES_PER_TOKEN_STEP = 8  # 512 tokens of 8 bytes are a 4 KiB slot, the smallest there is
 # Adopted slots rest for one maximum lease before reuse: a short replay cannot wait a minute.
 SHORT_LEASES = {"limits": {"lease_ttl_seconds": 2.0, "max_lease_ttl_seconds": 2.0}}
+
+
+def size_value(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """A size such as 4GiB, as bytes."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @click.command()
@@ -45,6 +54,14 @@ SHORT_LEASES = {"limits": {"lease_ttl_seconds": 2.0, "max_lease_ttl_seconds": 2.
     help="Other seeds make other prompts, and other spreads of coarse timestamps.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=0), default=0, help="Only the first N requests.")
+@click.option(
+    "--disk", callback=size_value, metavar="SIZE",
+    help="Give a daemon of its own a disk tier of this size, and use that daemon.",
+)  # fmt: skip
+@click.option(
+    "--disk-path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
+    help="Where that tier is made, and removed again; else in the user's cache or /var/tmp.",
+)  # fmt: skip
 @socket_option
 @json_option
 def command(
@@ -54,6 +71,8 @@ def command(
     speed: float,
     seed: int,
     limit: int,
+    disk: int | None,
+    disk_path: Path | None,
     socket: str | None,
     as_json: bool,
 ) -> None:
@@ -63,8 +82,14 @@ def command(
     """
     from kvstore.replay.live import LiveReplay, ReplayOptions
 
+    if disk is None and disk_path is not None:
+        raise click.UsageError("--disk-path is of no use without --disk; pass a size, too")
+    if disk is not None and socket:
+        raise click.UsageError("--disk is for a daemon of its own; leave --socket out")
     with ExitStack() as stack:
-        daemon = stack.enter_context(daemon_for(socket))
+        daemon = stack.enter_context(
+            daemon_for(socket) if disk is None else daemon_with_disk(disk, disk_path)
+        )
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-"))
         options = ReplayOptions(
             clients=clients,
@@ -133,6 +158,18 @@ def daemon_for(socket: str | None) -> Iterator[RunningDaemon]:
         yield OwnedDaemon(daemon.target)
 
 
+@contextmanager
+def daemon_with_disk(disk_bytes: int, path: Path | None) -> Iterator[RunningDaemon]:
+    """A daemon of our own that has a disk tier."""
+    from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
+    from kvstore.replay.own_disk import disk_section, own_disk
+
+    with own_disk(path) as directory:
+        sections = {**SHORT_LEASES, "tiers.disk": disk_section(directory, disk_bytes)}
+        with OwnDaemon(fitting_pool_bytes(), sections) as daemon:
+            yield OwnedDaemon(daemon.target)
+
+
 def fitting_bytes_per_token(trace: Path, daemon: RunningDaemon, limit: int) -> int:
     """Payload of a token so that the pool holds a set share of the trace's blocks."""
     from kvstore.replay.formats import load_trace
@@ -199,15 +236,10 @@ def progress_bar(text: str, total: int) -> Iterator[Bar]:
 
 def table_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """What a person wants to know of a replay."""
-    tiers = [
-        (f"  from {tier}", f"{ratio:.2%}")
-        for tier, ratio in result["token_hit_ratio_by_tier"].items()
-    ]
     return [
         ("requests", f"{result['requests']:,} from {result['client_count']} clients"),
         ("input tokens", f"{result['input_tokens']:,} ({result['bytes_per_token']} bytes each)"),
-        ("token hits (prefix-closed)", f"{result['token_hit_ratio']:.2%}"),
-        *tiers,
+        *hit_rows(result),
         ("restored and verified", format_bytes(result["restored_bytes"])),
         ("restore, one client", _rate(result["restore_bytes_per_second"])),
         ("lookup p50, p99", _times(result, "lookup")),
@@ -218,6 +250,13 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("seconds", f"{result['wall_seconds']:.1f}"),
         ("wrong bytes", f"{result['wrong_bytes']:,}"),
     ]
+
+
+def hit_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Hits over all input tokens, and the tier they came from."""
+    by_tier = result["token_hit_ratio_by_tier"]
+    tiers = [(f"  from {tier}", f"{by_tier[tier]:.2%}") for tier in by_speed(by_tier)]
+    return [("token hits (prefix-closed)", f"{result['token_hit_ratio']:.2%}"), *tiers]
 
 
 def _rate(value: float | None) -> str:

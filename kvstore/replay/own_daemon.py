@@ -19,16 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvstore.client import KVClient
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.config import GIB, MIB
 from kvstore.core.errors import ConfigError, KVStoreError, StoreUnavailable
 from kvstore.core.machine import LocalMachine
 from kvstore.core.sizes import Size
-from kvstore.replay.status import read_status
+from kvstore.replay.status import plain, read_status
 
 PREFIX = "kvstore-own-"
 MEMORY_FILE_SYSTEM = "/dev/shm"
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 60.0, 15.0, 0.02
+LEAVE_SECONDS = 60.0
 DEFAULT_POOL_BYTES, POOL_BYTES_MIN = 4 * GIB, 16 * MIB
 
 
@@ -123,6 +125,20 @@ class OwnDaemon:
         """kill -9: nothing is written, closed or said."""
         self._end(signal.SIGKILL)
 
+    def flush(self) -> dict[str, Any]:
+        """Has everything in host be on disk; what it answered, and the seconds it took."""
+        began = perf_seconds()
+        with KVClient.connect(self.target, client_name="own") as client:
+            answer = plain(client.admin.flush())
+        return {**answer, "seconds": perf_seconds() - began}
+
+    def stop(self, free: bool = False) -> None:
+        """Has it leave in order; with `free` the host pool goes, as after a reboot."""
+        with KVClient.connect(self.target, client_name="own") as client:
+            client.admin.drain(0.0, free)
+        assert self._process is not None
+        self._process.wait(LEAVE_SECONDS)
+
     def _end(self, number: signal.Signals) -> None:
         if self._process is None:
             return
@@ -153,9 +169,9 @@ def _make_pool_directory(directory: Path) -> Path:
     return pool
 
 
-def sweep() -> None:
-    """Removes pools of our own whose maker was killed before it could."""
-    for path in Path(MEMORY_FILE_SYSTEM).glob(f"{PREFIX}*"):
+def sweep(directory: str | Path = MEMORY_FILE_SYSTEM) -> None:
+    """Removes pools, or disks, of our own whose maker was killed before it could."""
+    for path in Path(directory).glob(f"{PREFIX}*"):
         maker = path.name.removeprefix(PREFIX).partition("-")[0]
         try:
             ours = path.stat().st_uid == os.getuid()

@@ -69,6 +69,7 @@ def report(tallies: Sequence[Tally], wall_seconds: float) -> dict[str, Any]:
         "token_hit_ratio_by_tier": {
             tier: hits / tokens for tier, hits in sorted(total.hit_tokens_by_tier.items())
         },
+        "hit_tokens_by_tier": total.hit_tokens_by_tier,
         "wrong_bytes": total.wrong_bytes,
         "wrong_blocks": total.wrong_blocks,
         "readopted_hit_tokens": total.readopted_hit_tokens,
