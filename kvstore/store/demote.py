@@ -156,7 +156,8 @@ class WriteBehind:
         disk = self._parts.disk
         assert disk is not None
         usage = disk.usage()
-        wanted = max(count * space.slot_bytes, min(2 * GROUP_BYTES, usage.capacity_bytes // 8))
+        groups = 2 * min(GROUP_BYTES, GROUP_BLOCKS * space.slot_bytes * space.shard_count)
+        wanted = max(count * space.slot_bytes, min(groups, usage.capacity_bytes // 8))
         if usage.resting_bytes < wanted:
             self._remover.make_room(space, wanted - usage.resting_bytes, DISK)
         self._fruitless += 1

@@ -20,6 +20,7 @@ from kvstore.store.room import HostRoom
 from kvstore.tiers.base import BlockHeader
 
 PIECE_BYTES = 4 << 20
+PIECE_BLOCKS = 128  # of one turn that publishes them
 
 # Hears (first block, blocks readable now, blocks behind them that are not, kind, reason).
 Heard = Callable[[int, int, int, str, str], None]
@@ -110,7 +111,7 @@ class Promoter:
         end = start + count
         if end < stop:
             index.give_up_move(run, end, stop, HOST)
-        step = max(1, PIECE_BYTES // (space.block_bytes * space.shard_count))
+        step = max(1, min(PIECE_BYTES // (space.block_bytes * space.shard_count), PIECE_BLOCKS))
         targets = np.array(slots[: count * space.shard_count], np.int64)
         targets = targets.reshape(count, space.shard_count)
         for at in range(start, end, step):
