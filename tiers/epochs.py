@@ -286,3 +286,13 @@ def _parse(raw: bytes) -> _Table | None:
     }
     origin, *taken_over = rest or (_NO_ORIGIN, *_State())
     return _Table(sequence, bool(flags & _VOID), marks, origin, _State(*taken_over))
+
+
+def copy_states(directory: str | Path) -> dict[str, str]:
+    """What a look finds each copy to be: sound, behind (the other), damaged or missing."""
+    copies = _read_copies(Path(directory))
+    best = _best(copies)
+    states = dict.fromkeys(NAMES, "missing")
+    for path, table in copies:
+        states[path.name] = "damaged" if table is None else "sound" if table == best else "behind"
+    return states
