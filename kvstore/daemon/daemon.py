@@ -208,9 +208,7 @@ class Daemon:
     def _is_drained(self) -> bool:
         assert self.store is not None
         assert self._drain_until is not None
-        parts = self.store.parts
-        quiet = not len(parts.leases) and not len(self.store.reservations)
-        return quiet or self.clock.now() >= self._drain_until
+        return self.store.is_quiet or self.clock.now() >= self._drain_until
 
     def _probe_stall(self, due: float) -> None:
         now = self._loop.time()

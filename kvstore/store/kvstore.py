@@ -79,6 +79,7 @@ class KVStore(OperatorCalls):
             lambda space: self.behind.poke(space.pool),
         )
         self._flushes = FlushFlow(parts, self.behind)
+        self._last_flush: Completion[FlushResult] | None = None
         if parts.disk is not None:
             begin_conveyors(parts)
 
@@ -310,15 +311,24 @@ class KVStore(OperatorCalls):
     def drain(self, deadline_seconds: float, free: bool) -> None:
         """Grants nothing new, tells every session, and lets the daemon stop when all is quiet.
 
-        A deadline of 0 takes the configured one, `server.drain_seconds`.
+        A deadline of 0 takes the configured one, `server.drain_seconds`. Where host blocks do not
+        outlive the daemon they are written to disk first, if there is one.
         """
         deadline_seconds = deadline_seconds or self.parts.config.server.drain_seconds
         self.parts.draining = True
         for session in list(self.parts.sessions.values()):
             if session.notify is not None:
                 session.notify("draining", deadline_seconds)
+        if self.parts.disk is not None and (free or self.parts.config.tiers.host.pool == "sealed"):
+            self._last_flush = self._flushes.flush()
         if self.on_drain is not None:
             self.on_drain(deadline_seconds, free)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a daemon that drains may go: nobody reads or writes, and nothing is flushed."""
+        flushed = self._last_flush is None or self._last_flush.done
+        return flushed and not len(self.parts.leases) and not len(self.reservations)
 
     def tick(self) -> None:
         """Ends what is over by time; the daemon calls it every 50 ms."""
