@@ -99,7 +99,7 @@ def test_a_restore_larger_than_what_host_has_free(two_tiers: DaemonProcess) -> N
 
 
 def test_a_drained_prefix_survives_an_empty_host(two_tiers: DaemonProcess) -> None:
-    """I9: a stop that unlinks the host pool writes it to disk; the next daemon serves from there."""
+    """I9: a stop that unlinks the host pool writes it to disk; the next daemon serves it."""
     tagged, tokens = Tagged(), prompt(1, 64)
     with two_tiers.client() as client:
         space = client.attach(tagged.spec)
