@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvstore.core.errors import InvalidRequest
@@ -46,6 +46,10 @@ class EvictionPolicy(Protocol):
 
     def on_leaf(self, run: Run) -> None:
         """`run` has become a leaf in this tier: it may be a victim. May be told twice."""
+        ...
+
+    def on_adopt(self, runs: Sequence[Run]) -> None:
+        """Runs of one tenant were found at start: `on_insert` of each, `on_leaf` of leaves."""
         ...
 
     def park(self, run: Run) -> None:
@@ -114,6 +118,19 @@ class LeafHeap:
         heapq.heappush(heap, (self._key(run), run))
         if len(heap) > self._limits.get(tenant, 64):
             self._compact(tenant, heap)
+
+    def push_many(self, runs: Sequence[Run]) -> None:
+        """Files leaf runs of one tenant."""
+        if not runs:
+            return
+        tenant = runs[0].root.space.tenant
+        heap = self._heaps.setdefault(tenant, [])
+        if len(runs) < len(heap) // 8:
+            for run in runs:
+                self.push(run)
+            return
+        heap.extend([(self._key(run), run) for run in runs])
+        self._compact(tenant, heap)
 
     def park(self, run: Run) -> None:
         self._parked.add(run)
@@ -198,6 +215,11 @@ class HeapPolicy:
 
     def on_leaf(self, run: Run) -> None:
         self._leaves.push(run)
+
+    def on_adopt(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self.on_insert(run, 0, run.ready)
+        self._leaves.push_many([run for run in runs if run.is_leaf(self.tier)])
 
     def park(self, run: Run) -> None:
         self._leaves.park(run)

@@ -226,6 +226,20 @@ class Residency:
                 if run.resident_in(tier):
                     self.on_action(Admit(run, start, stop, tier))
 
+    def on_adopt(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self.tick += 1
+            run.touched = self.tick
+        for tier in range(self.index.tier_count):
+            there = [run for run in runs if run.resident_in(tier)]
+            if not there:
+                continue
+            for policy in self._rankings(tier, there[0]):
+                policy.on_adopt(there)
+            if self.on_action is not None:
+                for run in there:
+                    self.on_action(Admit(run, 0, run.ready, tier))
+
     def on_split(self, run: Run, tail: Run) -> None:
         for policy in self._holders(run):
             policy.on_split(run, tail)

@@ -17,6 +17,10 @@ class Counters:
         # With one tier a leaf has no children: nobody asks what is anchored below it.
         self._kinds = range(tier_count + 1 if tier_count > 1 else 1)
         self._busy_shift = COUNTER_BITS * tier_count
+        self._counters = [
+            sum(1 << COUNTER_BITS * kind for kind in self._kinds if held >> kind & 1)
+            for held in range(1 << len(self._kinds))
+        ]
 
     def _held(self, run: Run) -> int:
         """Bit mask of the tiers in which `run` keeps its parent from being a leaf.
@@ -34,6 +38,10 @@ class Counters:
             if counters >> COUNTER_BITS * kind & COUNTER_MASK:
                 held |= 1 << kind
         return held
+
+    def _held_counters(self, run: Run) -> int:
+        """What `run` adds to its parent's `below`: one for each bit of `_held`."""
+        return self._counters[self._held(run)]
 
     def _lift(self, run: Run, held: int) -> None:
         """Carries a change of `_held(run)`, which was `held`, up to the ancestors' counters."""

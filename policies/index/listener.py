@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.core.space import Space
@@ -17,6 +18,10 @@ class IndexListener(Protocol):
 
     def on_ready(self, run: Run, start: int, stop: int) -> None:
         """Blocks [start, stop) of `run` became READY."""
+        ...
+
+    def on_adopt(self, runs: Sequence[Run]) -> None:
+        """Runs of one root, found at start, are there: as `on_ready` and `on_leaf` of each."""
         ...
 
     def on_split(self, run: Run, tail: Run) -> None:
@@ -47,6 +52,9 @@ class SilentListener:
         pass
 
     def on_ready(self, run: Run, start: int, stop: int) -> None:
+        pass
+
+    def on_adopt(self, runs: Sequence[Run]) -> None:
         pass
 
     def on_split(self, run: Run, tail: Run) -> None:

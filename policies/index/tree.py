@@ -13,7 +13,6 @@ from kvstore.policies.index.cells import count_resident, place_bytes, stride_of
 from kvstore.policies.index.counters import Counters
 from kvstore.policies.index.listener import IndexListener
 from kvstore.policies.index.run import (
-    COUNTER_BITS,
     MAX_RUN_BLOCKS,
     Anchor,
     Mark,
@@ -116,45 +115,37 @@ class Tree(Counters):
     def adopt(self, root: Root, runs: list[Run]) -> None:
         """Links the runs of an empty root, parents first; all their blocks are READY."""
         self._file_root(root)
-        slots = [0] * self.tier_count
         for run in runs:
             assert run.parent is not None
             add_child(run.parent, run)
         for run in reversed(runs):
-            held, parent = self._held(run), run.parent
-            assert parent is not None
-            for tier in self._tiers:
-                parent.below += (held >> tier & 1) << COUNTER_BITS * tier
-                slots[tier] += run.resident_in(tier)
+            assert run.parent is not None
+            run.parent.below += self._held_counters(run)
         self.run_count += len(runs)
         self._count(root.space, sum(run.count for run in runs))
         for tier in self._tiers:
-            if slots[tier]:
-                self.listener.on_slots(root.space, tier, slots[tier])
-        for run in runs:
-            self.listener.on_ready(run, 0, run.count)
-        for run in runs:
-            self._tell_leaf(run)
+            slots = sum(run.resident_in(tier) for run in runs)
+            if slots:
+                self.listener.on_slots(root.space, tier, slots)
+        self.listener.on_adopt(runs)
 
     def _unlink(self, run: Run) -> None:
         """Takes a run, with all below, off its parent; it keeps pointing at the parent."""
         parent = run.parent
         assert parent is not None
         drop_child(parent, run)
-        held = self._held(run)
-        if held:
-            self._release(parent, held)
+        counters = self._held_counters(run)
+        if counters:
+            self._release(parent, counters)
         if parent.parent is None and parent.children is None:
             self._forget_root(parent.root)
 
-    def _release(self, parent: Run, held: int) -> None:
+    def _release(self, parent: Run, counters: int) -> None:
         parent_held = self._held(parent)
-        for kind in self._kinds:
-            if held >> kind & 1:
-                parent.below -= 1 << COUNTER_BITS * kind
+        parent.below -= counters
         self._lift(parent, parent_held)
         self._tell_leaf(parent)
-        if held >> self.tier_count:
+        if counters >> self._busy_shift:
             self.listener.on_unanchor(parent)
 
     def _file_root(self, root: Root) -> None:
@@ -194,8 +185,7 @@ class Tree(Counters):
         run.count, run.ready = at, min(run.ready, at)
         run.resident = was_resident - tail.resident
         self._move_marks(run, tail, at)
-        held = self._held(tail)
-        run.below = sum(1 << COUNTER_BITS * kind for kind in self._kinds if held >> kind & 1)
+        run.below = self._held_counters(tail)
         run.children = tail
         self.run_count += 1
         self.changes += 1

@@ -133,6 +133,30 @@ def test_a_graft_joins_what_two_tiers_have_of_a_chain(
     world.check()
 
 
+@pytest.mark.parametrize("roots", [1, 40])
+def test_what_was_grafted_can_be_evicted(
+    new_world: type[Any], new_space: Callable[..., Space], roots: int
+) -> None:
+    """Blocks taken back are ranked like others: leaves go first, until nothing is left."""
+    world, stem = new_world(tiers=2), tokens(20, 1)
+    spaces = [new_space(n) for n in range(roots)]
+    for space in spaces:
+        for tier in (0, 1):
+            chains = [stem + tokens(3, 10 + n) for n in range(30)]
+            blocks = {b.key: b for chain in chains for b in chain_blocks(chain, tier, 0)}
+            if not tier:
+                host = list(blocks.values())
+        graft(world, space, [*host, *blocks.values()])
+    world.check()
+    assert world.free(spaces[0], 50) == 50
+    world.check()
+    assert world.free(spaces[0], roots * 110) == roots * 110 - 50
+    assert world.residency.accounts.used(0) == 0
+    assert world.free(spaces[0], roots * 110, tier=1) == roots * 110
+    assert world.index.block_count == 0
+    world.check()
+
+
 def some_blocks(rng: random.Random, shards: int, tiers: int) -> Blocks:
     """Random chains with gaps, copies too many, forged keys and shards that cannot be."""
     stems: list[list[bytes]] = [[]]
