@@ -38,19 +38,20 @@ def command(directory: Path, repair: bool, as_json: bool) -> None:
             findings = fsck(directory, repair, progress)
     finally:
         lock.release()
-    _report([finding._asdict() for finding in findings], as_json)
+    _report([finding._asdict() for finding in findings], repair, as_json)
 
 
-def _report(findings: list[dict[str, Any]], as_json: bool) -> None:
+def _report(findings: list[dict[str, Any]], repair: bool, as_json: bool) -> None:
     left = sum(not finding["repaired"] for finding in findings)
     if as_json:
         print_json({"findings": findings, "damage_remains": left > 0})
     else:
         for finding in findings:
-            mended = f"; repaired: {finding['repair']}" if finding["repaired"] else ""
-            click.echo(f"{finding['what']}{mended}")
+            word = "repaired" if finding["repaired"] else "repair"
+            click.echo(f"{finding['what']}; {word}: {finding['repair']}")
         said = counted(len(findings), "finding") if findings else "all is well"
-        click.echo(f"{said}, {left:,} not repaired" if left else said)
+        rest = f", {left:,} not repaired" if repair else "; --repair mends what can be mended"
+        click.echo(f"{said}{rest}" if left else said)
     finish(not left)
 
 
