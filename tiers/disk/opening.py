@@ -223,7 +223,7 @@ class Opening:
             max([old.sequence, *(s.sequence for s in segments)]),
             max(old.generations, highest + 1),
             max(old.watermark, highest),
-            max([old.serial, *serials]),
+            max([old.serial, self._scanner.next_serial, *serials]),
         )
 
     def _books(self, kept: list[FoundSegment], belief: Belief, meta: Meta) -> DiskBooks:

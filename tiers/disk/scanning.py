@@ -64,15 +64,23 @@ class Scanner:
     def __init__(self, files: SegmentFiles, known: Format, io: FileIO) -> None:
         self._files, self._format, self._io = files, known, io
         self._page = aligned(PAGE)
+        self.next_serial = 1
+        """Above the number of every file that `survey` saw."""
 
     def survey(self) -> list[FoundSegment]:
         """Every file that is named like a segment; the serial is what its superblock says."""
         names = sorted(os.listdir(self._files.directory_fd))
         matches = [match for match in map(_FILE_NAME.fullmatch, names) if match is not None]
-        return [self._look(m[0], int(m[1])) for m in matches if int(m[1]) < SERIALS]
+        matches = [match for match in matches if int(match[1]) < SERIALS]
+        self.next_serial = max((int(match[1]) + 1 for match in matches), default=1)
+        looks = [self._look(match[0], int(match[1])) for match in matches]
+        return [segment for segment in looks if segment is not None]
 
-    def _look(self, name: str, serial: int) -> FoundSegment:
-        fd = self._files.open(name)
+    def _look(self, name: str, serial: int) -> FoundSegment | None:
+        try:
+            fd = self._files.open(name)
+        except OSError:
+            return None  # nobody can read it: as if it was not there
         segment = FoundSegment(name, serial, fd, os.fstat(fd).st_size)
         superblock = parse_superblock(self._read_page(fd, 0))
         if superblock is not None and self._is_ours(superblock):
