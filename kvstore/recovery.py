@@ -18,15 +18,13 @@ import numpy as np
 from kvstore.core.block import POOL_SHIFT
 from kvstore.core.space import Space
 from kvstore.core.spec import space_id
-from kvstore.policies.index import GraftedRun
+from kvstore.policies.index import Grafted, GraftedRun
 from kvstore.store.kvstore import KVStore
 from kvstore.store.parts import HOST, Parts
 from kvstore.store.record import FileRecord, KnownSpace
 from kvstore.tiers.epochs import EpochsFile
 
 SPACE_BYTES = 32
-UNKNOWN = np.iinfo(np.uint64).max
-"""As a block's length: no block has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,10 @@ class Recovered:
 
 
 class _Found(NamedTuple):
-    """Blocks of all tiers: `rows` as `StoredColumns` has them, the tier and root of each.
+    """Blocks of all tiers: `rows` as `StoredColumns` has them, and what each belongs to.
 
-    `roots` are the (space, root digest) pairs that occur, packed; `root_numbers` point into them.
+    `roots` are the (space, root digest) pairs that occur, packed, and `spaces` the spaces, in the
+    order of the numbers that rows have.
     """
 
     rows: np.ndarray
@@ -48,6 +47,8 @@ class _Found(NamedTuple):
     tiers: np.ndarray
     roots: list[bytes]
     root_numbers: np.ndarray
+    spaces: list[bytes]
+    space_numbers: np.ndarray
 
 
 def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered:
@@ -60,17 +61,12 @@ def recover(store: KVStore, record: FileRecord, epochs: EpochsFile) -> Recovered
         adopted = np.zeros(len(found.rows), bool)
         runs: list[GraftedRun] = []
         counts = np.zeros(len(parts.tiers), np.int64)
-        for number, chosen in _by_root(found, current):
-            key = found.roots[number]
-            space, tiers = spaces[key[:SPACE_BYTES]], found.tiers[chosen]
-            symbols = [found.symbols[row] for row in chosen.tolist()]
-            grafted = parts.index.graft_columns(
-                space, key[SPACE_BYTES:], found.rows[chosen], symbols, tiers
-            )
-            adopted[chosen] = grafted.adopted
-            counts += np.bincount(tiers[grafted.adopted], minlength=len(counts)) // (
-                space.shard_count
-            )
+        for space_key, rows in _by_space(found, current):
+            space = spaces[space_key]
+            grafted = _graft(parts, found, space, rows)
+            adopted[rows] = grafted.adopted
+            tiers = found.tiers[rows[grafted.adopted]]
+            counts += np.bincount(tiers, minlength=len(counts)) // space.shard_count
             runs += grafted.runs
         _adopt(store, found, adopted)
         epochs.confirm_void()
@@ -105,34 +101,41 @@ def _known_spaces(store: KVStore, record: FileRecord) -> dict[bytes, Space]:
 
 
 def _find(parts: Parts) -> _Found:
-    """Everything that the tiers have, root by root."""
+    """Everything that the tiers have."""
     columns = [tier.recover_columns() for tier in parts.tiers]
     rows = np.concatenate([column.rows for column in columns])
     symbols = [symbol for column in columns for symbol in column.symbols]
     tiers = np.repeat(np.arange(len(columns)), [len(column.rows) for column in columns])
     pairs = np.stack([rows["space"], rows["root"]], axis=1).view(f"V{2 * SPACE_BYTES}")
+    roots, root_numbers = _numbered(pairs[:, 0].tolist())
+    spaces, space_numbers = _numbered([root[:SPACE_BYTES] for root in roots])
+    return _Found(rows, symbols, tiers, roots, root_numbers, spaces, space_numbers[root_numbers])
+
+
+def _numbered(keys: list[bytes]) -> tuple[list[bytes], np.ndarray]:
+    """Distinct keys, and which of them each is."""
     numbers: dict[bytes, int] = {}
-    root_numbers = [numbers.setdefault(pair, len(numbers)) for pair in pairs[:, 0].tolist()]
-    return _Found(rows, symbols, tiers, list(numbers), np.array(root_numbers, np.int64))
+    found = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return list(numbers), np.array(found, np.int64)
 
 
 def _current_rows(
     parts: Parts, found: _Found, spaces: dict[bytes, Space], epochs: EpochsFile
 ) -> np.ndarray:
     """Which rows may come back: of a space that is known, and not void."""
-    rows, numbers = found.rows, found.root_numbers
+    rows = found.rows
     if epochs.created or epochs.all_void or not len(rows):
         return np.zeros(len(rows), bool)
-    rules = np.zeros((len(found.roots), 4), np.uint64)  # length, shards, epoch, clear mark
-    for rule, key in zip(rules, found.roots, strict=True):
-        space = spaces.get(key[:SPACE_BYTES])
-        rule[0] = UNKNOWN
-        if space is not None:
-            rule[:] = (space.block_bytes, space.shard_count, *epochs.mark(space.id))
-    length, shards, epoch, clear_mark = rules[numbers].T
+    known = np.array([key in spaces for key in found.spaces])
+    rules = np.zeros((len(found.spaces), 4), np.uint64)  # length, shards, epoch, clear mark
+    for rule, key in zip(rules, found.spaces, strict=True):
+        if key in spaces:
+            rule[:2] = spaces[key].block_bytes, spaces[key].shard_count
+            rule[2:] = epochs.mark(key)
+    length, shards, epoch, clear_mark = rules[found.space_numbers].T
     return np.asarray(
-        (rows["length"] == length)
-        & (rows["length"] != UNKNOWN)
+        known[found.space_numbers]
+        & (rows["length"] == length)
         & (rows["shard"] < shards)
         & (rows["epoch"] == epoch)
         & (rows["generation"] >= clear_mark)
@@ -147,24 +150,36 @@ def _in_own_pool(parts: Parts, found: _Found, spaces: dict[bytes, Space]) -> np.
     """
     in_host = found.tiers == HOST
     pools, pool = np.unique(found.rows["place"][in_host] >> POOL_SHIFT, return_inverse=True)
-    names = {space.pool for space in spaces.values()}
-    shared = {name: [p.pool_id for p in parts.host.shared_pools(name)] for name in names}
-    allowed = np.ones((len(found.roots), len(pools)), bool)
-    for root, key in enumerate(found.roots):
-        space = spaces.get(key[:SPACE_BYTES])
-        if space is not None and shared[space.pool]:
-            allowed[root] = np.isin(pools, shared[space.pool])
+    allowed = np.ones((len(found.spaces), len(pools)), bool)
+    for number, key in enumerate(found.spaces):
+        shared = parts.host.shared_pools(spaces[key].pool) if key in spaces else []
+        if shared:
+            allowed[number] = np.isin(pools, [each.pool_id for each in shared])
     right: np.ndarray = ~in_host
-    right[in_host] = allowed[found.root_numbers[in_host], pool]
+    right[in_host] = allowed[found.space_numbers[in_host], pool]
     return right
 
 
-def _by_root(found: _Found, current: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Roots by number, and the current rows of each."""
+def _by_space(found: _Found, current: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Spaces with the numbers of their current rows."""
     rows = np.flatnonzero(current)
-    rows = rows[np.argsort(found.root_numbers[rows], kind="stable")]
-    numbers, starts = np.unique(found.root_numbers[rows], return_index=True)
-    yield from zip(numbers.tolist(), np.split(rows, starts[1:]), strict=False)
+    rows = rows[np.argsort(found.space_numbers[rows], kind="stable")]
+    numbers, starts = np.unique(found.space_numbers[rows], return_index=True)
+    for number, of_space in zip(numbers.tolist(), np.split(rows, starts[1:]), strict=False):
+        yield found.spaces[number], of_space
+
+
+def _graft(parts: Parts, found: _Found, space: Space, rows: np.ndarray) -> Grafted:
+    """Builds the trees of a space, all tiers' rows at once."""
+    numbers, root_numbers = np.unique(found.root_numbers[rows], return_inverse=True)
+    return parts.index.graft_columns(
+        space,
+        [found.roots[number][SPACE_BYTES:] for number in numbers.tolist()],
+        root_numbers,
+        found.rows[rows],
+        [found.symbols[row] for row in rows.tolist()],
+        found.tiers[rows],
+    )
 
 
 def _adopt(store: KVStore, found: _Found, adopted: np.ndarray) -> None:

@@ -43,10 +43,11 @@ class Grafted(NamedTuple):
 class _Blocks(NamedTuple):
     """Distinct blocks by number. `cells` are rows, NO_ROW where there is none: [n][tier][shard].
 
-    `leaders` has the first row of each, `parents` the parent's number.
+    `leaders` has the first row of each, `roots` its root's number, `parents` its parent's.
     """
 
     leaders: np.ndarray
+    roots: np.ndarray
     parents: np.ndarray
     cells: np.ndarray
 
@@ -64,36 +65,43 @@ class _Chains(NamedTuple):
 
 def graft(
     tree: PlacedTree,
-    root: Root,
+    roots: list[Root],
+    root_numbers: np.ndarray,
     rows: np.ndarray,
     symbols: list[bytes],
     tiers: np.ndarray,
     limit: int,
 ) -> Grafted:
-    """Builds the tree of an empty `root` from rows in any order, all tiers' at once.
+    """Builds the trees of empty roots of one space from rows in any order, all tiers' at once.
 
     A row is one shard of one block as a tier has it: `key`, `parent_key` (16 bytes), `shard` and
-    `place` are fields of `rows`; its symbol and tier stand beside it. Refused are rows whose key is
-    not the digest of their parent's and symbol, of a block that lacks a shard in the row's tier,
-    or that lie under a block that is refused or missing; of two copies of a shard in one tier, the
-    later one. At most `limit` blocks are taken, chain by chain.
+    `place` are fields of `rows`; its root, symbol and tier stand beside it. Refused are rows whose
+    key is not the digest of their parent's and symbol, of a block that lacks a shard in the row's
+    tier, or that lie under a block that is refused or missing; of two copies of a shard in one
+    tier, the later one. At most `limit` blocks and roots are taken, chain by chain.
     """
-    assert root.head.children is None, "a graft needs an empty root"
-    blocks = _gather(rows, symbols, tiers, root, tree.tier_count)
-    chains = _cut(blocks, np.array(list(map(len, symbols)), np.int64), max(0, limit))
+    assert all(root.head.children is None for root in roots), "a graft needs empty roots"
+    blocks = _gather(rows, symbols, tiers, roots, root_numbers, tree.tier_count)
+    chains = _cut(blocks, np.array(list(map(len, symbols)), np.int64), limit)
     order = np.array(chains.order, np.int64)
     cells = blocks.cells[order]
     adopted = np.zeros(len(rows), bool)
     adopted[cells[cells != NO_ROW]] = True
-    runs = _make(tree, root, rows, symbols, blocks.leaders[order], cells, chains)
+    heads = [roots[number].head for number in blocks.roots[order[chains.starts]].tolist()]
+    runs = _make(tree, heads, rows, symbols, blocks.leaders[order], cells, chains)
     return Grafted(len(order), adopted, runs)
 
 
 def _gather(
-    rows: np.ndarray, symbols: list[bytes], tiers: np.ndarray, root: Root, tier_count: int
+    rows: np.ndarray,
+    symbols: list[bytes],
+    tiers: np.ndarray,
+    roots: list[Root],
+    root_numbers: np.ndarray,
+    tier_count: int,
 ) -> _Blocks:
     """Joins the rows of each block; only of whole copies, so that the others are refused."""
-    shards = root.space.shard_count
+    shards = roots[0].space.shard_count
     keys, above = rows["key"].tolist(), rows["parent_key"].tolist()
     right = np.array(are_block_keys(keys, above, symbols), bool) & (rows["shard"] < shards)
     numbers: dict[bytes, int] = {}
@@ -101,7 +109,7 @@ def _gather(
     number[right] = [numbers.setdefault(k, len(numbers)) for k in compress(keys, right.tolist())]
     count = len(numbers)
     if count < len(rows):
-        _refuse_collisions(number, count, above, symbols)
+        _refuse_collisions(number, count, above, symbols, root_numbers)
     used = np.flatnonzero(number != NO_ROW)
     at = (number[used] * tier_count + tiers[used]) * shards + rows["shard"][used]
     cells = np.full((count, tier_count, shards), NO_ROW)
@@ -109,8 +117,11 @@ def _gather(
     cells[(cells == NO_ROW).any(axis=2)] = NO_ROW
     leaders = _first_rows(number, count)
     parents = _find(rows["parent_key"][leaders], rows["key"][leaders])
-    parents[rows["parent_key"][leaders] == np.void(root.key)] = _ROOT
-    return _Blocks(leaders, parents, cells)
+    root_of = root_numbers[leaders]
+    parents[root_of[np.maximum(parents, 0)] != root_of] = _LOST
+    root_keys = np.array([root.key for root in roots], rows["key"].dtype)
+    parents[rows["parent_key"][leaders] == root_keys[root_of]] = _ROOT
+    return _Blocks(leaders, root_of, parents, cells)
 
 
 def _find(wanted: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -143,10 +154,17 @@ def _first_rows(number: np.ndarray, count: int) -> np.ndarray:
 
 
 def _refuse_collisions(
-    number: np.ndarray, count: int, above: list[bytes], symbols: list[bytes]
+    number: np.ndarray,
+    count: int,
+    above: list[bytes],
+    symbols: list[bytes],
+    root_numbers: np.ndarray,
 ) -> None:
     """A key that fits two blocks names the first: rows of the other lose their number."""
+    if not count:
+        return
     leaders = _first_rows(number, count)[number]
+    number[(number != NO_ROW) & (root_numbers != root_numbers[leaders])] = NO_ROW
     rows = np.flatnonzero((number != NO_ROW) & (leaders != np.arange(len(number))))
     for row, leader in zip(rows.tolist(), leaders[rows].tolist(), strict=True):
         if symbols[row] != symbols[leader] or above[row] != above[leader]:
@@ -171,17 +189,26 @@ def _cut(blocks: _Blocks, row_widths: np.ndarray, limit: int) -> _Chains:
     only = children[firsts[single + 1]]
     alike = widths[only] == widths[single]
     nexts[single[alike]] = only[alike]
-    return _follow(children.tolist(), firsts.tolist(), nexts.tolist(), limit)
+    roots = blocks.roots.tolist()
+    return _follow(roots, children.tolist(), firsts.tolist(), nexts.tolist(), limit)
 
 
-def _follow(children: list[int], firsts: list[int], nexts: list[int], limit: int) -> _Chains:
+def _follow(
+    roots: list[int], children: list[int], firsts: list[int], nexts: list[int], limit: int
+) -> _Chains:
     """`nexts` has the block that continues a run; children of block n begin at `firsts[n + 1]`."""
+    begun: set[int] = set()
     order: list[int] = []
     starts: list[int] = []
     above: list[int] = []
     stack = [(_ROOT, child) for child in children[: firsts[1]][::-1]]
     while stack and len(order) < limit:
         parent, block = stack.pop()
+        if parent == _ROOT and roots[block] not in begun:
+            begun.add(roots[block])
+            limit -= 1
+            if len(order) >= limit:
+                break
         here, start = len(starts), len(order)
         starts.append(start)
         above.append(parent)
@@ -202,14 +229,17 @@ def _follow(children: list[int], firsts: list[int], nexts: list[int], limit: int
 
 def _make(
     tree: PlacedTree,
-    root: Root,
+    heads: list[Run],
     rows: np.ndarray,
     symbols: list[bytes],
     leaders: np.ndarray,
     cells: np.ndarray,
     chains: _Chains,
 ) -> list[GraftedRun]:
-    """Makes the runs and hangs them into the tree; `leaders` and `cells` are in their order."""
+    """Makes the runs and hangs them into the tree.
+
+    `heads` has the head of the root of each run, `leaders` and `cells` are in the blocks' order.
+    """
     if not chains.order:
         return []
     places = np.where(cells == NO_ROW, NO_PLACE, rows["place"][cells])
@@ -221,18 +251,18 @@ def _make(
     stops = [*chains.starts[1:], len(in_order)]
     made: list[Run] = []
     grafted: list[GraftedRun] = []
-    for above, start, stop, key, count in zip(
-        chains.above, chains.starts, stops, parent_keys, resident, strict=True
+    for head, above, start, stop, key, count in zip(
+        heads, chains.above, chains.starts, stops, parent_keys, resident, strict=True
     ):
-        parent = root.head if above == _ROOT else made[above]
+        parent = head if above == _ROOT else made[above]
         text = b"".join(in_order[start:stop])
-        run = Run(root, parent, parent.first + parent.count, text, len(in_order[start]))
+        run = Run(head.root, parent, parent.first + parent.count, text, len(in_order[start]))
         run.places = cell_bytes[start * stride : stop * stride]
         run.ready, run.resident = stop - start, count
         made.append(run)
         keys = key_bytes[start * key_stride : stop * key_stride]
         grafted.append(GraftedRun(run, key, keys))
-    tree.adopt(root, made)
+    tree.adopt(heads[0].root.space, made)
     return grafted
 
 

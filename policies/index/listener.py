@@ -21,7 +21,7 @@ class IndexListener(Protocol):
         ...
 
     def on_adopt(self, runs: Sequence[Run]) -> None:
-        """Runs of one root, found at start, are there: as `on_ready` and `on_leaf` of each."""
+        """Runs of one space, found at start, are there: as `on_ready` and `on_leaf` of each."""
         ...
 
     def on_split(self, run: Run, tail: Run) -> None:

@@ -22,14 +22,18 @@ class PrefixIndex(StagedTree):
     def graft_columns(
         self,
         space: Space,
-        digest: bytes,
+        digests: list[bytes],
+        root_numbers: np.ndarray,
         rows: np.ndarray,
         symbols: list[bytes],
         tiers: np.ndarray,
     ) -> Grafted:
-        """Builds an empty root's tree from READY blocks found in the tiers at start."""
-        root = self.root(space, digest)
-        return graft(self, root, rows, symbols, tiers, self.free_blocks - 1)
+        """Builds trees from READY blocks found in the tiers at start; see `graft`.
+
+        The roots, of which each row has one by number, are of one space and empty.
+        """
+        roots = [self.root(space, digest) for digest in digests]
+        return graft(self, roots, root_numbers, rows, symbols, tiers, self.free_blocks)
 
     def key_before(self, run: Run, i: int) -> bytes:
         """Key of the block before block `i` of `run`: the root's key for the first block."""

@@ -112,21 +112,22 @@ class Tree(Counters):
         self._count(child.root.space, child.count)
         self._lift(child, 0)
 
-    def adopt(self, root: Root, runs: list[Run]) -> None:
-        """Links the runs of an empty root, parents first; all their blocks are READY."""
-        self._file_root(root)
+    def adopt(self, space: Space, runs: list[Run]) -> None:
+        """Links the runs of empty roots, parents first; all their blocks are READY."""
         for run in runs:
             assert run.parent is not None
+            if run.parent.children is None and run.parent.parent is None:
+                self._file_root(run.root)
             add_child(run.parent, run)
         for run in reversed(runs):
             assert run.parent is not None
             run.parent.below += self._held_counters(run)
         self.run_count += len(runs)
-        self._count(root.space, sum(run.count for run in runs))
+        self._count(space, sum(run.count for run in runs))
         for tier in self._tiers:
             slots = sum(run.resident_in(tier) for run in runs)
             if slots:
-                self.listener.on_slots(root.space, tier, slots)
+                self.listener.on_slots(space, tier, slots)
         self.listener.on_adopt(runs)
 
     def _unlink(self, run: Run) -> None:

@@ -26,14 +26,21 @@ def tokens(blocks: int, seed: int) -> list[bytes]:
     return [data[i : i + 16] for i in range(0, len(data), 16)]
 
 
-def graft(world: Any, space: Space, blocks: Blocks) -> Grafted:
+def graft(
+    world: Any,
+    space: Space,
+    blocks: Blocks,
+    digests: tuple[bytes, ...] = (ROOT,),
+    numbers: list[int] | None = None,
+) -> Grafted:
     rows = np.zeros(len(blocks), ROW)
     for row, block in zip(rows, blocks, strict=True):
         row["key"], row["parent_key"] = np.void(block.key), np.void(block.parent_key)
         row["shard"], row["place"] = block.shard, block.place
     tiers = np.array([block.tier for block in blocks], np.int64)
     symbols = [block.symbol for block in blocks]
-    grafted: Grafted = world.index.graft_columns(space, ROOT, rows, symbols, tiers)
+    roots = np.array(numbers or [0] * len(blocks), np.int64)
+    grafted: Grafted = world.index.graft_columns(space, list(digests), roots, rows, symbols, tiers)
     return grafted
 
 
@@ -42,9 +49,11 @@ def refused(grafted: Grafted, blocks: Blocks) -> list[tuple[int, int]]:
     return [(b.tier, b.place) for b, live in zip(blocks, lives, strict=True) if not live]
 
 
-def chain_blocks(chain: list[bytes], tier: int, place: int, shards: int = 1) -> Blocks:
+def chain_blocks(
+    chain: list[bytes], tier: int, place: int, shards: int = 1, root: bytes = ROOT
+) -> Blocks:
     """All shards of a chain's blocks as one tier has them, places counting up."""
-    keys = [ROOT[:16], *chain_keys(ROOT[:16], chain)]
+    keys = [root[:16], *chain_keys(root[:16], chain)]
     return [
         GraftBlock(keys[n + 1], keys[n], symbol, shard, tier, place + n * shards + shard)
         for n, symbol in enumerate(chain)
@@ -131,6 +140,32 @@ def test_a_graft_joins_what_two_tiers_have_of_a_chain(
     assert (made.run, made.parent_key) == (run, ROOT[:16])
     assert made.keys == b"".join(chain_keys(ROOT[:16], chain[:89]))
     world.check()
+
+
+def test_roots_are_grafted_together_and_kept_apart(
+    new_world: type[Any], new_space: Callable[..., Space]
+) -> None:
+    """I1: the same symbols under two roots are two chains; a row under the wrong one is refused."""
+    digests = (ROOT, b"r" * 32, b"q" * 32)
+    chain, other = tokens(9, 1), tokens(4, 2)
+    parts = [
+        chain_blocks(chain, 0, 0),
+        chain_blocks(chain, 0, 100, root=digests[1]),
+        chain_blocks(other, 0, 200, root=digests[1]),
+    ]
+    blocks = [block for part in parts for block in part]
+    numbers = [0] * 9 + [1] * 13
+    numbers[5], numbers[20] = 1, 2
+    world, space = new_world(), new_space()
+    grafted = graft(world, space, blocks, digests, numbers)
+    assert refused(grafted, blocks) == [(0, n) for n in (5, 6, 7, 8, 202, 203)]
+    assert [world.look(space, chain, root=root) for root in digests] == [5, 9, 0]
+    assert world.look(space, other, root=digests[1]) == 2
+    world.check()
+    small = new_world(max_blocks=15)
+    assert graft(small, space, blocks, digests, numbers).block_count == 13
+    assert small.index.root_count == 2
+    small.check()
 
 
 @pytest.mark.parametrize("roots", [1, 40])

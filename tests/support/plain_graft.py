@@ -131,7 +131,7 @@ def _build(
         runs.append(run)
         stack.extend((run, child) for child in reversed(below.pop(last, [])))
     if runs:
-        tree.adopt(root, runs)
+        tree.adopt(root.space, runs)
     return made
 
 
