@@ -44,8 +44,10 @@ CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 def command(free: bool, deadline: float, socket: str | None, as_json: bool) -> None:
     """Let the daemon refuse new work, end what is under way, and leave; wait until it is gone.
 
-    A pool in shared memory stays for the next start unless --free is given. Ctrl-C ends the
-    waiting, not the drain. Exit 1 if the daemon is still there well after the deadline.
+    A pool in shared memory stays for the next start unless --free is given. Blocks that would go
+    with the pool (--free, or sealed memory) are written to the disk tier first, if there is one,
+    as far as the deadline allows. Ctrl-C ends the waiting, not the drain. Exit 1 if the daemon is
+    still there well after the deadline.
     """
     if deadline > DEADLINE_SECONDS_MAX:
         raise click.BadParameter("pass 1h at most", param_hint="--deadline")

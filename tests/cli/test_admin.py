@@ -52,5 +52,6 @@ def test_counts_have_their_plural() -> None:
 def test_prefaulting_shows_until_it_is_over() -> None:
     """A pool whose pages are not there yet is serving, and says how far it is."""
     tier = {"capacity_bytes": 200, "prefaulted_bytes": 50, "state": "serving"}
-    assert _tier_state(tier) == "serving, 25% prefaulted"
-    assert _tier_state({**tier, "prefaulted_bytes": 200}) == "serving"
+    assert _tier_state("host", tier) == "serving, 25% prefaulted"
+    assert _tier_state("host", {**tier, "prefaulted_bytes": 200}) == "serving"
+    assert _tier_state("disk", tier) == "serving"
