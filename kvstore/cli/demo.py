@@ -23,8 +23,9 @@ from kvstore.cli.replay import (
 )
 
 POOL_BYTES = 1 << 30
-# Room for every block of the trace, of which the pool holds half, with what lies beside them.
-DISK_POOLS = 3
+# Room for every block of the trace, of which the pool holds half. Small blocks of many tokens want
+# an index that is large beside them, and a tier gives it a fixed share.
+DISK_POOLS = 6
 REBOOT_SHARE = 5  # after the reboot, one request in so many comes again, from the first on
 WRITTEN, READ = "kvstore_demoted_blocks_total", "kvstore_promoted_blocks_total"
 

@@ -27,7 +27,8 @@ MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 @contextmanager
 def own_disk(path: Path | None = None, machine: Machine | None = None) -> Iterator[Path]:
     """A directory of our own in `path`, or in the first place that suits; removed at the end."""
-    where = _checked(path, machine or LocalMachine()) if path else _default(LocalMachine())
+    machine = machine or LocalMachine()
+    where = _checked(path, machine) if path else default_place(machine)
     sweep(where)
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
     try:
@@ -36,8 +37,9 @@ def own_disk(path: Path | None = None, machine: Machine | None = None) -> Iterat
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _default(machine: Machine) -> Path:
+def default_place(machine: Machine | None = None) -> Path:
     """The user's cache or /var/tmp, whichever is there and no memory."""
+    machine = machine or LocalMachine()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for candidate in (cache, Path("/var/tmp")):
         if _fault(candidate, machine) is None:
@@ -54,7 +56,7 @@ def _checked(path: Path, machine: Machine) -> Path:
 def _fault(path: Path, machine: Machine) -> str | None:
     """Why a disk tier would be wrong there."""
     if not path.is_dir() or not os.access(path, os.W_OK):
-        return "is no directory that can be written"
+        return "is no directory that this user may write to"
     kind = machine.file_system_kind(str(path))
     if kind in MEMORY_KINDS:
         return "is memory"

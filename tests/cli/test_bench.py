@@ -46,6 +46,7 @@ def test_stall_quantile_is_an_upper_bound() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_quick_benchmark(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each benchmark runs to its end and prints one JSON document with its figures."""

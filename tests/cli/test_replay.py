@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import pytest
 from kvstore.cli.main import run
 from kvstore.cli.replay import bytes_per_token_for
 from kvstore.core.clock import perf_seconds, sleep
+from kvstore.core.errors import ConfigError
+from kvstore.core.machine import FixedMachine
 from kvstore.replay.formats import BUNDLED, load_trace, write_trace
 from kvstore.replay.live import LiveReplay, ReplayError, ReplayOptions
 from kvstore.replay.own_daemon import MEMORY_FILE_SYSTEM, PREFIX, OwnDaemon, sweep
+from kvstore.replay.own_disk import default_place, disk_section, fitting_disk_bytes, own_disk
 
 MIB = 1 << 20
 FAST = {"limits": {"lease_ttl_seconds": 1.0, "max_lease_ttl_seconds": 1.0}}
@@ -39,7 +43,8 @@ def own_daemon() -> Any:
 
 
 def left_behind() -> set[str]:
-    return {path.name for path in Path(MEMORY_FILE_SYSTEM).glob(f"{PREFIX}*")}
+    places = (Path(MEMORY_FILE_SYSTEM), default_place())
+    return {str(path) for place in places for path in place.glob(f"{PREFIX}*")}
 
 
 def options(**values: Any) -> ReplayOptions:
@@ -110,6 +115,56 @@ def test_replay_against_a_running_daemon(
     assert result["wrong_bytes"] == 0
 
 
+def test_replay_with_a_disk_of_its_own(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--disk gives a daemon of its own a disk tier, for this replay only."""
+    monkeypatch.setattr("kvstore.replay.own_daemon.fitting_pool_bytes", lambda: 64 * MIB)
+    arguments = ["replay", str(trace), "--clients", "2", "--bytes-per-token", "8", "--json"]
+    with own_disk() as place:
+        assert run([*arguments, "--disk", "64MiB", "--disk-path", str(place)]) == 0
+        assert list(place.iterdir()) == []
+    result = json.loads(capsys.readouterr().out)
+    assert result["own_daemon"] is True
+    assert result["wrong_bytes"] == 0
+    assert result["token_hit_ratio"] > 0.4
+
+
+def test_disk_options_that_make_no_sense(
+    trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A disk for a daemon that runs already, a place without a size, no size: exit 2, a reason."""
+    wrong = {
+        ("--disk", "64MiB", "--socket", "/run/none.sock"): "leave --socket out",
+        ("--disk-path", str(tmp_path)): "pass a size",
+        ("--disk", "much"): "is no size",
+        ("--disk", "64MiB", "--disk-path", MEMORY_FILE_SYSTEM): "is memory",
+    }
+    for options_, reason in wrong.items():
+        assert run(["replay", str(trace), *options_]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_own_daemon_comes_back_from_disk(trace: Path, tmp_path: Path) -> None:
+    """What was flushed is served after a start with an empty pool, from disk (I9)."""
+    with own_disk() as directory:
+        sections = {**FAST, "tiers.disk": disk_section(directory, 64 * MIB)}
+        with OwnDaemon(64 * MIB, sections) as daemon:
+            with LiveReplay(trace, daemon.target, tmp_path, options()) as replay:
+                replay.run()
+            flushed = daemon.flush()
+            daemon.stop(free=True)
+            daemon.start()
+            assert daemon.status()["tiers"]["host"]["block_count"] == 0
+            with LiveReplay(trace, daemon.target, tmp_path, options()) as replay:
+                result = replay.run()
+    assert flushed["left_out_blocks"] == 0
+    assert result["wrong_bytes"] == 0
+    assert result["token_hit_ratio"] > 0.9
+    assert result["hit_tokens_by_tier"]["disk"] > 0
+    assert not directory.exists()
+
+
 def test_named_daemon_must_run(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +174,7 @@ def test_named_daemon_must_run(
 
 
 def test_demo_kills_verifies_and_cleans_up() -> None:
-    """The demo, short: a kill on the way, re-adopted blocks hit, no wrong byte, nothing left."""
+    """The demo, short: killed, blocks hit again, rebooted, served from disk, nothing left (I9)."""
     before = left_behind()
     command = [sys.executable, "-m", "kvstore.cli.main", "demo", "--limit", "120", "--json"]
     done = subprocess.run(
@@ -132,6 +187,12 @@ def test_demo_kills_verifies_and_cleans_up() -> None:
     assert result["wrong_bytes"] == 0
     assert result["readopted_blocks"] > 0
     assert result["readopted_hit_tokens"] > 0
+    assert set(result["token_hit_ratio_by_tier"]) == {"host", "disk"}
+    assert result["flush"]["left_out_blocks"] == 0
+    assert result["flush"]["durable_blocks"] == result["reboot_readopted_blocks"] > 0
+    assert result["after_restart"]["requests"] == 24
+    assert result["disk_served_after_restart_tokens"] > 0
+    assert result["restored_from_disk_blocks"] > 0
     assert left_behind() <= before
 
 
@@ -145,8 +206,8 @@ def test_interrupted_demo_leaves_nothing() -> None:
             # Whoever runs the suite in the background may have it ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
-        mine = f"{PREFIX}{demo.pid}-"
-        until(lambda mine=mine: any(name.startswith(mine) for name in left_behind()))
+        mine = f"/{PREFIX}{demo.pid}-"
+        until(lambda mine=mine: sum(mine in name for name in left_behind()) == 2)
         sleep(1.0)
         demo.send_signal(number)
         out, _ = demo.communicate(timeout=30)
@@ -173,6 +234,23 @@ def test_sweep_removes_what_the_dead_left(tmp_path: Path) -> None:
         assert alive.exists()
     finally:
         alive.rmdir()
+
+
+def test_own_disks_are_no_memory(tmp_path: Path) -> None:
+    """A disk of one's own is never in memory, takes at most half of what is free, and goes."""
+    with pytest.raises(ConfigError, match=r"/dev/shm is memory"), own_disk(Path("/dev/shm")):
+        pass
+    gone = tmp_path / f"{PREFIX}{2**22 + 1}-x"
+    gone.mkdir()
+    with own_disk(tmp_path, FixedMachine()) as directory:
+        assert not gone.exists()
+        assert directory.parent == tmp_path
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert fitting_disk_bytes(directory, 16 * MIB) == 16 * MIB
+        assert fitting_disk_bytes(directory, 1 << 60) <= shutil.disk_usage(directory).free // 2
+        with pytest.raises(ConfigError, match="free some or name another"):
+            fitting_disk_bytes(directory, 1 << 60, least=1 << 60)
+    assert not directory.exists()
 
 
 def test_payload_is_scaled_to_fit() -> None:
