@@ -155,6 +155,8 @@ class WriteBehind:
         """
         disk = self._parts.disk
         assert disk is not None
+        if disk.problem:
+            return  # it takes nothing now, whatever is given up for it
         usage = disk.usage()
         groups = 2 * min(GROUP_BYTES, GROUP_BLOCKS * space.slot_bytes * space.shard_count)
         wanted = max(count * space.slot_bytes, min(groups, usage.capacity_bytes // 8))

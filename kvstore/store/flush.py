@@ -7,6 +7,7 @@ import numpy as np
 from kvstore.core.completion import Completion
 from kvstore.core.errors import FailedPrecondition, NotFound
 from kvstore.core.plan import FlushResult
+from kvstore.mover import RECORD_LINK, Job, Moved
 from kvstore.policies.demotion import unwritten
 from kvstore.policies.index import Run
 from kvstore.store.demote import WriteBehind
@@ -46,8 +47,29 @@ class _Flush:
         self._durable = self._left_out = 0
 
     def start(self) -> Completion[FlushResult]:
-        self._next_pass()
+        self._record()
         return self._answer
+
+    def _record(self) -> None:
+        """Has new spaces written down first: no block of one that is not goes to disk."""
+        parts = self._parts
+        waiting = [
+            space
+            for space in parts.spaces.values()
+            if not space.recorded and not space.closing and self._space_id in (None, space.id)
+        ]
+
+        def work() -> None:
+            for space in waiting:
+                parts.record.remember(space)
+
+        def done(moved: Moved) -> None:
+            for space in waiting:
+                space.recorded = space.recorded or moved.error is None
+            self._next_pass()
+
+        if not waiting or not parts.mover.submit(Job(RECORD_LINK, "", 0, 0, work, done)):
+            self._next_pass()
 
     def _next_pass(self) -> None:
         self._passes += 1
