@@ -13,10 +13,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
 import xxhash
 
 from kvstore.core.errors import TierError
@@ -207,19 +209,21 @@ class DiskIndex:
         """Keys, ascending, and values of all blocks; None if anything about them is wrong."""
         with self._env.begin() as transaction:
             count = transaction.stat(self._blocks)["entries"]
-            keys: list[bytes] = []
-            values: list[bytes] = []
-            check, last, least = xxhash.xxh3_64_digest, b"", VALUE.size + CHECK_BYTES
-            for key, raw in transaction.cursor(db=self._blocks):
-                # A damaged tree may lead in circles.
-                if key <= last or len(key) != _KEY.size or len(keys) >= count:
-                    return None
-                if check(key + raw[:-CHECK_BYTES]) != raw[-CHECK_BYTES:] or len(raw) < least:
-                    return None
-                last = key
-                keys.append(key)
-                values.append(raw)
-        return (keys, values) if len(keys) == count else None
+            # A damaged tree may lead in circles, so one more than there should be is enough.
+            cursor = transaction.cursor(db=self._blocks)
+            values = list(islice(cursor.iternext(keys=False, values=True), count + 1))
+            cursor = transaction.cursor(db=self._blocks)
+            keys = list(islice(cursor.iternext(keys=True, values=False), count + 1))
+        if len(keys) != count or len(values) != count:
+            return None
+        if any(len(key) != _KEY.size for key in keys) or not _ascending(keys):
+            return None
+        digest, at = xxhash.xxh3_64_digest, -CHECK_BYTES
+        checks = [digest(key + raw[:at]) for key, raw in zip(keys, values, strict=True)]
+        if checks != [raw[at:] for raw in values]:
+            return None
+        is_whole = not values or min(map(len, values)) >= VALUE.size + CHECK_BYTES
+        return (keys, values) if is_whole else None
 
     def block(self, key: bytes) -> SlotRecord | None:
         """One entry; None if it is not there or damaged."""
@@ -235,6 +239,11 @@ class DiskIndex:
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         used: float = pages * PAGE / self.map_bytes
         return used
+
+
+def _ascending(keys: list[bytes]) -> bool:
+    numbers = np.frombuffer(b"".join(keys), ">u8")
+    return bool((numbers[1:] > numbers[:-1]).all())
 
 
 def ends_too_early(path: Path) -> bool:

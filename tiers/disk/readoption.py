@@ -32,6 +32,8 @@ class Readoption:
         """PUBLISHED again, under the old generations."""
         places = np.asarray(places, np.int64)
         rows = self._rows_of(places)
+        checksum_column = self._blocks.rows["checksum"]
+        generation_column = self._blocks.rows["generation"]
         offsets = places << SLOT_SHIFT
         slab = self._books.slab
         heads = slab.chunk_heads(offsets)
@@ -40,12 +42,12 @@ class Readoption:
                 segment, here = self._books.segments[head], heads == head
                 indexes = (offsets[here] - head) // segment.chunk.slot_bytes
                 slab.adopt_many(segment.chunk, indexes)
-                found = rows[here]
-                checksums = np.frombuffer(found["checksum"].tobytes(), np.uint8)
+                checksums = np.frombuffer(checksum_column[rows[here]].tobytes(), np.uint8)
                 segment.checksums[indexes] = checksums.reshape(-1, 16)
-                segment.generations[indexes] = found["generation"]
+                segment.generations[indexes] = generation_column[rows[here]]
 
     def _rows_of(self, places: np.ndarray) -> np.ndarray:
+        """Which rows these places have."""
         known = self._blocks.rows["place"]
         if self._order is None:
             self._order = np.argsort(known, kind="stable")
@@ -53,8 +55,7 @@ class Readoption:
         rows = self._order[np.minimum(at, len(known) - 1)] if len(known) else at
         assert len(known) or not len(places), "nothing was recovered"
         assert (known[rows] == places).all(), "a place was not recovered"
-        found: np.ndarray = self._blocks.rows[rows]
-        return found
+        return rows
 
     def finish(self) -> None:
         """Slots without a block are free; those of blocks not adopted with the next commit."""
