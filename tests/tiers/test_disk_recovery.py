@@ -256,8 +256,9 @@ def test_renamed_segments_get_their_names_back(filled, disk_directory):
     paths[1].rename(paths[0])
     spare.rename(paths[1])
     paths[2].rename(disk_directory / "segments" / "4000000.seg")
+    shutil.copy(paths[3], disk_directory / "segments" / "1000000.seg")
     tier = opened(disk_directory)
-    assert sum("renamed" in note for note in tier.notes) == 3
+    assert sum(note.endswith("; renamed") for note in tier.notes) == 3
     assert segments(disk_directory) == paths
     check(tier, set(filled))
 

@@ -162,7 +162,7 @@ class Inspection:
         """Those that can be understood, by serial number."""
         kept: dict[int, FoundSegment] = {}
         known = loaded.segments if loaded is not None else {}
-        for segment in segments:
+        for segment in sorted(segments, key=lambda s: s.name != file_name(s.serial)):
             where = f"{directory.SEGMENTS}/{segment.name}"
             segment.entered = segment.serial in known
             if segment.geometry is None and segment.entered:

@@ -130,7 +130,8 @@ class Opening:
         """Segments whose layout is known, once each; the others go."""
         kept: dict[int, FoundSegment] = {}
         known = loaded.segments if loaded is not None else {}
-        for segment in segments:
+        # Of a file and its copy under another name, the one with the right name stays.
+        for segment in sorted(segments, key=lambda s: s.name != file_name(s.serial)):
             segment.entered = segment.serial in known
             if segment.geometry is None and segment.entered:
                 segment.geometry, segment.is_mended = known[segment.serial], True
@@ -245,6 +246,8 @@ class Opening:
                 index.close()
                 directory.empty_index(self._path)
                 index.open()
+                directory.sync_folder(self._path / directory.INDEX)
+                directory.sync_folder(self._path)
                 puts, deletes = belief.blocks.entries(), []
                 known = set[int]()
             else:

@@ -63,6 +63,7 @@ class DiskTier:
         self._generations = generations or Generations()
         self._health = Health(name, str(directory))
         opened = Opening(self._path, size_bytes, reserve_bytes, direct, self._io).run()
+        self._closed = False
         self.notes = opened.notes
         self.torn_header_count = opened.belief.torn_header_count
         self._generations.raise_to(opened.meta.generations)
@@ -223,8 +224,9 @@ class DiskTier:
         self._committer.check_integrity()
 
     def close(self, keep: bool = True) -> None:
-        if not self._index.is_open and not self._books.segments:
+        if self._closed:
             return
+        self._closed = True
         if keep and not self._health.problem:
             with suppress(TierError):  # what was discarded comes back at the next start then
                 self._committer.commit([])
