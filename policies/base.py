@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvstore.core.errors import InvalidRequest
 from kvstore.policies.index import Run
+from kvstore.policies.uses import Request, Use
+from kvstore.policies.worth import Worth
+
+M = TypeVar("M", bound="Model")
 
 
 class EvictionPolicy(Protocol):
     """Orders the leaf runs of one tier's pool by what is lost with them.
 
-    `Residency` keeps the shared history: `Run.hits` and `Run.touched` are up to date when a method
-    is called. An access to a run counts as one to its ancestors; only the run itself is told. The
-    policy may keep what it wants in `Run.policy`; a split hands the same object to both halves.
+    `Residency` keeps the shared history: `Run.hits`, `Run.touched` and `Run.policy`, the newest
+    `Use`, are up to date when a method is called. An access to a run counts as one to its
+    ancestors; only the run itself is told.
     """
 
     name: str
@@ -44,6 +48,14 @@ class EvictionPolicy(Protocol):
         """`run` leaves; still linked to its parent, which may take its history over."""
         ...
 
+    def on_evicted(self, run: Run) -> None:
+        """Blocks of `run`, or all of it, left this tier by a drop."""
+        ...
+
+    def first_to_go(self, run: Run) -> int:
+        """The first block of leaf `run` that is worth no more than its last one."""
+        ...
+
     def on_leaf(self, run: Run) -> None:
         """`run` has become a leaf in this tier: it may be a victim. May be told twice."""
         ...
@@ -68,33 +80,68 @@ class EvictionPolicy(Protocol):
         ...
 
 
-_FACTORIES: dict[str, Callable[[int], EvictionPolicy]] = {}
+class Model(Protocol):
+    """What policies of all tiers learn together from the requests."""
+
+    def on_request(self, use: Use, request: Request) -> None:
+        """A request comes; what it touches and stores from now on is remembered by `use`."""
+        ...
+
+    def on_finish(self, use: Use, output_tokens: int) -> None:
+        """A request whose output was not known has ended."""
+        ...
 
 
-def register(name: str) -> Callable[[Any], Any]:
-    """Class decorator: files a policy under `name`; it is made with its tier's number."""
+class Context:
+    """What the policies of one residency share."""
+
+    def __init__(self) -> None:
+        self.worth = Worth()
+        self.use: Use | None = None
+        self.models: dict[type[Model], Model] = {}
+
+    def model(self, kind: type[M]) -> M:
+        """The one model of a kind, made when it is first asked for; it outlives its policies."""
+        if kind not in self.models:
+            self.models[kind] = kind()
+        found = self.models[kind]
+        assert isinstance(found, kind)
+        return found
+
+
+_FACTORIES: dict[str, Callable[[int, Context], EvictionPolicy]] = {}
+_OFFLINE: set[str] = set()
+
+
+def register(name: str, offline: bool = False) -> Callable[[Any], Any]:
+    """Class decorator: files a policy under `name`; it is made with its tier's number and context.
+
+    An `offline` one needs to know what comes, and is for simulations only.
+    """
 
     def file(factory: Any) -> Any:
         assert name not in _FACTORIES, f"two policies are named {name}"
         factory.name = name
         _FACTORIES[name] = factory
+        if offline:
+            _OFFLINE.add(name)
         return factory
 
     return file
 
 
-def policy_names() -> list[str]:
-    """Names that `create` knows, sorted."""
-    return sorted(_FACTORIES)
+def policy_names(offline: bool = False) -> list[str]:
+    """Names that `create` knows, sorted; with the `offline` ones if wanted."""
+    return sorted(name for name in _FACTORIES if offline or name not in _OFFLINE)
 
 
-def create(name: str, tier: int = 0) -> EvictionPolicy:
+def create(name: str, tier: int = 0, context: Context | None = None) -> EvictionPolicy:
     """A new policy for one pool of `tier`; raises InvalidRequest for an unknown name."""
     factory = _FACTORIES.get(name)
     if factory is None:
         known = ", ".join(policy_names())
         raise InvalidRequest(f"policy {name!r} is unknown; choose one of: {known}")
-    return factory(tier)
+    return factory(tier, context or Context())
 
 
 class LeafHeap:
@@ -186,13 +233,22 @@ class HeapPolicy:
 
     name = ""
 
-    def __init__(self, tier: int):
+    def __init__(self, tier: int, context: Context):
         self.tier = tier
+        self.context = context
         self._leaves = LeafHeap(tier, self.key)
 
     def key(self, run: Run) -> Any:
-        """What ranks a run: the smallest goes first. Must not shrink while the run is a leaf."""
+        """What ranks a run: the smallest goes first.
+
+        A key that shrinks while the run is a leaf shows once the run is filed again, which
+        `on_leaf` does: it is told after blocks left the run's end.
+        """
         raise NotImplementedError
+
+    def last_position(self, run: Run) -> int:
+        """Position in its chain of the run's last READY block."""
+        return run.first + run.ready - 1
 
     def on_insert(self, run: Run, start: int, stop: int) -> None:
         pass
@@ -212,6 +268,12 @@ class HeapPolicy:
 
     def on_remove(self, run: Run) -> None:
         self._leaves.forget(run)
+
+    def on_evicted(self, run: Run) -> None:
+        pass
+
+    def first_to_go(self, run: Run) -> int:
+        return 0
 
     def on_leaf(self, run: Run) -> None:
         self._leaves.push(run)

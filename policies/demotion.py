@@ -17,7 +17,7 @@ import numpy as np
 from kvstore.core.block import NO_PLACE
 from kvstore.core.space import Space
 from kvstore.policies.actions import Demote
-from kvstore.policies.base import EvictionPolicy, create
+from kvstore.policies.base import EvictionPolicy
 from kvstore.policies.index import PrefixIndex, Run
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class DemotionQueue:
             return None
         rank = self._ranks.get(pool)
         if rank is None:
-            rank = self._ranks[pool] = create(self._residency.policy_name, HOST)
+            rank = self._ranks[pool] = self._residency.new_policy(HOST)
         return rank
 
     def holders(self, pool: str) -> Iterator[EvictionPolicy]:

@@ -9,9 +9,10 @@ from kvstore.core.space import Space
 from kvstore.policies import lru  # noqa: F401  (registers itself)
 from kvstore.policies.accounts import Accounts, Quota, pool_in
 from kvstore.policies.actions import Action, Admit, Demote, Drop
-from kvstore.policies.base import EvictionPolicy, create
+from kvstore.policies.base import Context, EvictionPolicy, create
 from kvstore.policies.demotion import DemotionQueue
 from kvstore.policies.index import PrefixIndex, Run, Span
+from kvstore.policies.uses import Request, Use, newest
 
 
 class Event(NamedTuple):
@@ -34,10 +35,13 @@ class Residency:
         self.on_action: Callable[[Action], None] | None = None
         self.on_event: Callable[[Event], None] | None = None
         self.tick = 0
+        self.request_count = 0
+        self.context = Context()
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
         self._demotions = DemotionQueue(self)
         self._waiting: dict[Run, EvictionPolicy] = {}
-        create(policy)  # An unknown name is refused here, not at the first block.
+        # An unknown name is refused here, not at the first block; what it learns from starts now.
+        self.new_policy(0)
 
     def attach(self, index: PrefixIndex) -> None:
         """Becomes the listener of an index that is still empty."""
@@ -45,7 +49,42 @@ class Residency:
         self.index = index
         index.listener = self
 
+    def new_policy(self, tier: int) -> EvictionPolicy:
+        """An order for one more pool of `tier`."""
+        return create(self.policy_name, tier, self.context)
+
     # What the store tells
+
+    def request(self, request: Request) -> Use:
+        """A request comes: what is accessed and stored next is its, until another one is served."""
+        self._record("request", request)
+        use = Use(self.request_count, request)
+        self.request_count += 1
+        for model in self.context.models.values():
+            model.on_request(use, request)
+        self.context.use = use
+        return use
+
+    def serve(self, use: Use | None) -> None:
+        """What is accessed and stored next belongs to an earlier request, or to none."""
+        self._record("serve", None if use is None else use.number)
+        self.context.use = use
+
+    def finish(self, use: Use, output_tokens: int) -> None:
+        """A request ended; so long was its output."""
+        self._record("finish", use.number, output_tokens)
+        for model in self.context.models.values():
+            model.on_finish(use, output_tokens)
+
+    def set_rates(self, space: Space | None, token_seconds: float, pair_seconds: float) -> None:
+        """Recomputing costs so much in `space`, or wherever nothing else is known."""
+        self._record("set_rates", space and space.id, token_seconds, pair_seconds)
+        self.context.worth.set_rates(space, token_seconds, pair_seconds)
+
+    def set_restore(self, tier: int, latency_seconds: float, byte_seconds: float) -> None:
+        """Getting a block back from `tier` takes so long."""
+        self._record("set_restore", tier, latency_seconds, byte_seconds)
+        self.context.worth.set_restore(tier, latency_seconds, byte_seconds)
 
     def access(self, path: Sequence[Span]) -> Sequence[Span]:
         """A lookup or a put came down `path`: an access to all of it. Answers `path`, still true.
@@ -61,6 +100,7 @@ class Residency:
         self.tick += 1
         run.touched = self.tick
         run.hits += 1
+        run.policy = newest(run.policy, self.context.use)
         if self.on_event is not None:
             self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
         for tier in range(self.index.tier_count):
@@ -95,14 +135,11 @@ class Residency:
 
     def set_policy(self, name: str) -> None:
         """Ranks by another policy from now on; what is resident stays, with its history."""
-        policies = {key: create(name, key[0]) for key in self._policies}
-        create(name)
+        create(name, 0, self.context)  # An unknown name changes nothing.
         self._demotions.forget()
         self.policy_name = name
-        self._policies = policies
+        self._policies = {key: self.new_policy(key[0]) for key in self._policies}
         self._record("set_policy", name)
-        for run in self.index.runs():
-            run.policy = None
         for run in self.index.runs():
             if run.ready:
                 self._enter(run, 0, run.ready)
@@ -178,7 +215,7 @@ class Residency:
             if used <= goal:
                 return
             space = run.root.space
-            keep = self._keep(run, tier, used - goal)
+            keep = self._keep(policy, run, tier, used - goal)
             if keep is None:
                 policy.park(run)
                 if run.children is not None:
@@ -196,14 +233,18 @@ class Residency:
                 self.on_action(drop)
             yield drop
             assert self.accounts.used(tier, pool) < used, "a Drop was not carried out"
+            if run.alive:
+                self._inherit(run)
+            policy.on_evicted(run)
 
-    def _keep(self, run: Run, tier: int, bytes_needed: int) -> int | None:
+    def _keep(self, policy: EvictionPolicy, run: Run, tier: int, bytes_needed: int) -> int | None:
         """How many blocks of a leaf run stay; None when none may go."""
         if not self._may_go(run):
             return None
         space = run.root.space
         blocks = -(-bytes_needed // (space.slot_bytes * space.shard_count))
-        return self.index.keep_for(run, tier, blocks, run.anchored_blocks())
+        first = max(run.anchored_blocks(), policy.first_to_go(run))
+        return self.index.keep_for(run, tier, blocks, first)
 
     def _may_go(self, run: Run) -> bool:
         """Whether nothing below, in other tiers, is leased or STAGING."""
@@ -219,6 +260,7 @@ class Residency:
     def on_ready(self, run: Run, start: int, stop: int) -> None:
         self.tick += 1
         run.touched = self.tick
+        run.policy = newest(run.policy, self.context.use)
         self._demotions.offer(run)
         self._enter(run, start, stop)
         if self.on_action is not None:
@@ -246,15 +288,21 @@ class Residency:
 
     def on_merge(self, run: Run, tail: Run) -> None:
         run.touched = max(run.touched, tail.touched)
+        run.policy = newest(run.policy, tail.policy)
         for policy in self._holders(run):
             policy.on_merge(run, tail)
 
     def on_remove(self, run: Run) -> None:
+        self._inherit(run)
+        for policy in self._holders(run):
+            policy.on_remove(run)
+
+    def _inherit(self, run: Run) -> None:
+        """What is above `run` becomes a leaf when it goes: it was used whenever `run` was."""
         parent = run.parent
         assert parent is not None
         parent.touched = max(parent.touched, run.touched)
-        for policy in self._holders(run):
-            policy.on_remove(run)
+        parent.policy = newest(parent.policy, run.policy)
 
     def on_leaf(self, run: Run, tier: int) -> None:
         for policy in self._rankings(tier, run):
@@ -272,7 +320,7 @@ class Residency:
         key = (tier, pool_in(tier, run.root.space.pool))
         policy = self._policies.get(key)
         if policy is None:
-            policy = self._policies[key] = create(self.policy_name, tier)
+            policy = self._policies[key] = self.new_policy(tier)
         return policy
 
     def _rankings(self, tier: int, run: Run) -> tuple[EvictionPolicy, ...]:
