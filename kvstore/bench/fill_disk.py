@@ -12,6 +12,7 @@ from kvstore.core.spec import root_digest
 from kvstore.locks import FileLock
 from kvstore.tiers.base import BlockHeader
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.io import aligned
 
 # The smallest slot, and with its header page what it takes of the disk.
 BLOCK_BYTES, BLOCK_DISK_BYTES = 4096, 8192
@@ -33,7 +34,7 @@ class DiskFiller:
         self._subject = subject
         self._root = root_digest(subject.space_id, "", "")
         blocks = CHAIN_BLOCKS * CHAINS_A_GROUP
-        self._rows = np.zeros((blocks, BLOCK_BYTES), dtype=np.uint8)
+        self._rows = aligned(blocks * BLOCK_BYTES).reshape(blocks, BLOCK_BYTES)
 
     def fill(self, block_count: int) -> list[np.ndarray]:
         """Writes so many blocks, and answers with the prompts."""
