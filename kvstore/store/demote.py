@@ -44,7 +44,7 @@ class WriteBehind:
         self._settling = self._probing = False
         self._fruitless = 0
         self._settled_places = -1  # what recovery did not take back has to be settled, too
-        self._probed = self._paused_until = self._spent_at = parts.clock.now()
+        self._probed = self._paused_until = self._spent_at = self._answered = parts.clock.now()
         section = parts.config.tiers.disk
         capacity = parts.disk.usage().capacity_bytes if parts.disk is not None else 0
         self._daily = section.endurance_dwpd * capacity
@@ -53,6 +53,14 @@ class WriteBehind:
     @property
     def is_idle(self) -> bool:
         return not self._running and not self._open.parts and not self._settling
+
+    @property
+    def silence(self) -> str:
+        """That no write, sync or probe of the disk ends, in one sentence; empty while they do."""
+        timeout = self._parts.config.tiers.disk.read_timeout_seconds
+        late = self._parts.clock.now() - self._answered > timeout + PROBE_SECONDS
+        waits = self._running or self._settling or self._probing
+        return f"the disk has not ended a write for {timeout} s" if late and waits else ""
 
     def poke(self, pool: str) -> None:
         """Host `pool` took blocks in: writes what is due of it now, a bounded part."""
@@ -175,7 +183,7 @@ class WriteBehind:
             return
 
         def done(moved: Moved) -> None:
-            self._settling = False
+            self._settling, self._answered = False, self._parts.clock.now()
             if moved.error is None:
                 self._settled_places = freed
             else:
@@ -199,7 +207,7 @@ class WriteBehind:
         self._running.append(group)
 
         def done(moved: Moved) -> None:
-            group.moved = moved
+            group.moved, self._answered = moved, self._parts.clock.now()
             self._take_over()
 
         if not self._parts.mover.submit(self._writer.job(group, done)):
@@ -253,7 +261,7 @@ class WriteBehind:
         assert disk is not None
 
         def done(moved: Moved) -> None:
-            self._probing = False
+            self._probing, self._answered = False, self._parts.clock.now()
 
         self._probing = self._parts.mover.submit(Job(WRITE_LINK, "", 0, 0, disk.probe, done))
 

@@ -68,9 +68,9 @@ class KVStore(OperatorCalls):
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
         room = HostRoom(parts, self.remover, Relocator(parts, self.remover))
-        self._promoter = Promoter(parts, self.remover, room, self.behind.poke)
-        self._lookups = LookupFlow(parts, self.verifier, self._promoter)
-        self._restores = RestoreFlow(parts, self._lookups, self.remover, self._promoter)
+        self.promoter = Promoter(parts, self.remover, room, self.behind.poke)
+        self._lookups = LookupFlow(parts, self.verifier, self.promoter)
+        self._restores = RestoreFlow(parts, self._lookups, self.remover, self.promoter)
         self._reserves = ReserveFlow(parts, self.reservations, self.remover, room)
         self._commits = CommitFlow(
             parts,
@@ -341,7 +341,7 @@ class KVStore(OperatorCalls):
         self.pins.tick(now)
         for retired in parts.retired:
             retired.tick(now)
-        self._promoter.tick()
+        self.promoter.tick()
         self.behind.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:

@@ -88,13 +88,17 @@ class Promoter:
         late = self._parts.clock.now() - self._progress
         return self._running > 0 and late > self._parts.config.tiers.disk.read_timeout_seconds
 
+    @property
+    def silence(self) -> str:
+        """That the disk does not answer, in one sentence; empty while it does."""
+        timeout = self._parts.config.tiers.disk.read_timeout_seconds
+        return f"the disk has not answered for {timeout} s" if self.stalled else ""
+
     def tick(self) -> None:
         """Lets nobody wait for a disk that does not answer; late answers still count."""
-        if self.stalled:
-            timeout = self._parts.config.tiers.disk.read_timeout_seconds
-            reason = f"the disk has not answered for {timeout} s"
-            for piece in dict.fromkeys(self._pieces.values()):
-                piece.tell(0, "timeout", reason)
+        reason = self.silence
+        for piece in dict.fromkeys(self._pieces.values() if reason else ()):
+            piece.tell(0, "timeout", reason)
 
     def piece_of(self, place: int) -> Piece | None:
         """The piece under way that holds the block with this disk place."""

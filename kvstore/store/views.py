@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import kvstore
 from kvstore.core.views import SpaceView, StatusView, TenantView, TierView
-from kvstore.store.parts import Parts
+from kvstore.store.parts import DISK, Parts
 from kvstore.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ def status_view(store: KVStore) -> StatusView:
     """What `kvstore status` tells."""
     parts = store.parts
     tiers = {name: tier_view(tier) for name, tier in named_tiers(parts)}
+    silence = store.promoter.silence or store.behind.silence
+    if silence and not parts.tiers[DISK].problem:
+        name = parts.tier_names[DISK]
+        problem = f"{silence}; check the disk"
+        tiers[name] = replace(tiers[name], state="degraded", problem=problem)
     problems = [f"{name}: {view.problem}" for name, view in tiers.items() if view.problem]
     state = "draining" if parts.draining else "degraded" if problems else "serving"
     return StatusView(

@@ -29,6 +29,7 @@ SPEC = KVSpec(
 )  # fmt: skip
 FAMILIES, BLOCKS_MAX = 12, 160
 FLUSH_FAMILIES, FLUSH_BLOCKS, FLUSH_SHARE = 4, 48, 0.1
+PAUSE_SECONDS, FLUSH_PAUSE_SECONDS = 0.01, 0.03
 
 
 def prompt(family: int, blocks: int) -> list[int]:
@@ -56,6 +57,7 @@ class Writer:
         self.spec = spec_of(seed) if flushes else SPEC
         self.tagged = Tagged(self.spec)
         self.flushes = flushes
+        self.pause = FLUSH_PAUSE_SECONDS if flushes else PAUSE_SECONDS
         self.longest = FLUSH_BLOCKS if flushes else BLOCKS_MAX
         count = FLUSH_FAMILIES if flushes else FAMILIES
         self.next_family = count
@@ -73,7 +75,7 @@ class Writer:
                 time.sleep(0.02)
             except (LeaseLost, NotFound):
                 continue
-            time.sleep(self.random.random() * 0.01)
+            time.sleep(self.random.random() * self.pause)
 
     def step(self, client: KVClient, space: Space) -> None:
         if self.flushes and not self.same_daemon(space):

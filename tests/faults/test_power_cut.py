@@ -1,0 +1,118 @@
+"""Power cuts: the disk tier's file system as it was on the device, and nothing else, comes back."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from daemons import DaemonProcess
+from fault_shim import PRETEND, Call, FaultShim, File
+from loop_image import LoopImage, freeze
+from writers import Expected, running
+
+IMAGE_BYTES = 384 << 20
+LIMITS = """
+tiers.host.prefault = false
+tiers.host.mlock = false
+limits.lease_ttl_seconds = 1.0
+limits.max_lease_ttl_seconds = 1.0
+limits.staging_bytes_per_session = "4MiB"
+tiers.disk.size = "320MiB"
+tiers.disk.reserve = "4MiB"
+tiers.disk.endurance_dwpd = 0
+index.max_blocks = 100000
+"""
+WRITERS = 4
+
+
+@pytest.fixture
+def image() -> Iterator[LoopImage]:
+    folder = tempfile.mkdtemp(prefix="kvstore-image-", dir="/dev/shm")
+    made = LoopImage(Path(folder) / "loop", IMAGE_BYTES)
+    yield made
+    made.close()
+    Path(folder).rmdir()
+
+
+@pytest.fixture
+def daemon(image: LoopImage) -> Iterator[DaemonProcess]:
+    made = DaemonProcess("32MiB")
+    configure(made, image, Random(0))
+    yield made
+    made.close()
+
+
+def configure(daemon: DaemonProcess, image: LoopImage, random: Random) -> None:
+    daemon.size = random.choice(["16MiB", "64MiB"])
+    options = {
+        "tiers.disk.path": f'"{image.mounted / "disk"}"',
+        "tiers.disk.direct": random.choice(["true", "false"]),
+        "tiers.disk.demote_watermark": random.choice([0.0, 0.2, 0.75]),
+    }
+    daemon.configure(LIMITS + "\n".join(f"{key} = {value}" for key, value in options.items()))
+
+
+def cut_power(daemon: DaemonProcess, image: LoopImage) -> None:
+    """The daemon and all memory are gone, and what the device did not have by then."""
+    image.copy()
+    daemon.kill()
+    daemon.lose_memory()
+    image.go_on_with_copy()
+
+
+def run_cuts(daemon: DaemonProcess, image: LoopImage, cuts: int, random: Random) -> Expected:
+    """Cuts the power again and again; `lost` of the answer names what did not come back."""
+    expected = Expected()
+    daemon.start()
+    with running(daemon.address, WRITERS, "flush") as writers:
+        for _ in range(cuts):
+            time.sleep(random.uniform(0.5, 1.5))
+            freeze(daemon.pid)
+            expected.take(writers)
+            cut_power(daemon, image)
+            configure(daemon, image, random)
+            daemon.start()
+            with daemon.client(call_timeout_seconds=10.0) as client:
+                expected.check(client, random)
+                tier = client.status().tiers["disk"]
+            assert not tier.problem
+            assert tier.used_bytes < 0.9 * tier.capacity_bytes, "nothing may have been evicted"
+            if expected.lost:
+                break
+        with daemon.client(call_timeout_seconds=10.0) as client:
+            expected.check(client)
+    assert not [line for one in writers for line in one.complaints if line[:4] != "LOST"]
+    print(f"{sum(expected.blocks.values())} durable, {expected.checked_blocks} checked")
+    return expected
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_was_flushed_outlives_a_power_cut(daemon: DaemonProcess, image: LoopImage) -> None:
+    """I9, I11: over 15 power cuts with an empty host after each, every block that Flush said was
+    durable is there, and what is served is right."""
+    expected = run_cuts(daemon, image, 15, Random(1))
+    assert not expected.lost, f"{expected.lost}\n{daemon.log}"
+    assert sum(expected.blocks.values()) > 300
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_disk_that_does_not_sync_is_found_out(
+    daemon: DaemonProcess, image: LoopImage, tmp_path: Path
+) -> None:
+    """The same with syncs that do nothing loses blocks within a few cuts, so that the test above
+    can fail; what is left is served right even then (I11), and the daemon starts (I13)."""
+    shim = FaultShim(image.mounted, tmp_path / "control")
+    daemon.environ = shim.environ
+    for file in File:
+        shim.set(Call.SYNC, file, PRETEND)
+    expected = run_cuts(daemon, image, 5, Random(2))
+    assert shim.hits(Call.SYNC, File.SEGMENT)
+    assert shim.hits(Call.SYNC, File.INDEX)
+    assert expected.blocks
+    assert expected.lost
