@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -114,7 +115,26 @@ class Model:
         abandon(self.tier)
         self.io.power_cut(self.directory)
         (self.directory / "index.loading").unlink(missing_ok=True)
+        self.spoil_index()
         self.open()
+
+    def spoil_index(self) -> None:
+        """Now and then the index is gone, or one of an earlier life is put in its place."""
+        index, older = self.directory / "index", self.directory.parent / "older"
+        chance = self.random.random()
+        if chance < 0.15:
+            shutil.rmtree(index)
+        elif chance < 0.3 and older.exists():
+            shutil.rmtree(index)
+            shutil.copytree(older, index)
+        elif chance < 0.6:
+            shutil.rmtree(older, ignore_errors=True)
+            shutil.copytree(index, older)
+            return
+        else:
+            return
+        # Without the index nobody knows the last generation; the epochs file sees to that.
+        self.generation = 0
 
 
 def run(directory: Path, seed: int, lives: int, steps: int) -> None:
