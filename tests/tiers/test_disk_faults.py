@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +187,26 @@ def test_index_of_another_time_means_reading_only(tier, io, monkeypatch):
         tier.commit([])
     assert is_right(tier, places[1], 1)
     assert tier.reserve(SIZE, 64, 1) == []
+
+
+def test_index_that_cannot_be_made_means_reading_only(disk_directory, io):
+    """I13, I14: a start that cannot write its index serves what is there, and starts no loop."""
+    tier = DiskTier(disk_directory, 16 * MIB)
+    stored = put(tier, list(range(20)))
+    tier.close()
+    shutil.rmtree(disk_directory / "index")
+    io.fail["commit"] = [failure(errno.ENOSPC)]
+    tier = DiskTier(disk_directory, 16 * MIB, io=io)
+    assert "read-only" in tier.problem
+    found = recovered(tier)
+    assert found.keys() == stored.keys()
+    assert all(is_right(tier, place, i) for i, place in found.items())
+    assert tier.reserve(SIZE, 64, 1) == []
+    tier.close()
+    tier = DiskTier(disk_directory, 16 * MIB)
+    assert tier.problem == ""
+    assert recovered(tier).keys() == stored.keys()
+    tier.close()
 
 
 def test_full_index_takes_no_more_blocks(tier):
