@@ -23,7 +23,7 @@ VERBS = {
     "spaces": ("kvstore.cli.spaces:command", "List spaces with their blocks and bytes."),
     "demo": ("kvstore.cli.demo:command", "Replay a shipped trace, with a kill in the middle."),
     "replay": ("kvstore.cli.replay:command", "Replay a prefix trace with real, verified bytes."),
-    "trace": ("kvstore.cli.trace:command", "Inspect prefix traces."),
+    "trace": ("kvstore.cli.trace:command", "Inspect, convert and make prefix traces."),
     "estimate": ("kvstore.cli.estimate:command", "KV bytes and roofline of a model."),
     "policy": ("kvstore.cli.policy:command", "Show or set which blocks leave first."),
     "quota": ("kvstore.cli.quota:command", "Show or set what a tenant may and is sure to hold."),

@@ -20,11 +20,21 @@ RATIOS = {
     "one_shot_block_ratio": "blocks seen once only",
     "same_time_ratio": "requests at the time of the one before",
 }
+SPREADS = {
+    "references_per_block": "references of a block",
+    "stack_distance": "distinct blocks between two uses of a block",
+    "reuse_seconds": "seconds between them",
+    "matched_blocks": "blocks matched, where two or more are",
+    "predecessor_gap_seconds": "  seconds since the prompt they are of",
+    "growth_blocks": "  blocks more than that prompt had",
+    "new_blocks": "new blocks of a prompt",
+    "turn": "turns",
+}
 
 
 @click.group()
 def command() -> None:
-    """Inspect and convert prefix traces (Mooncake JSONL, plain, .zst or .gz)."""
+    """Inspect, convert and make prefix traces (Mooncake JSONL, plain, .zst or .gz)."""
 
 
 @command.command()
@@ -36,10 +46,13 @@ def command() -> None:
 @json_option
 def info(file: Path, bytes_per_token: int, as_json: bool) -> None:
     """Check FILE and say what it holds and what a cache without limits could serve of it."""
-    from kvstore.replay.formats import read_trace
+    from kvstore.replay.columns import trace_columns
+    from kvstore.replay.formats import load_trace
     from kvstore.replay.info import trace_info
+    from kvstore.replay.reuse import reuse_info
 
-    figures = trace_info(read_trace(file))
+    requests = load_trace(file)
+    figures = {**trace_info(requests), **reuse_info(trace_columns(requests))}
     figures["unique_bytes"] = figures["unique_blocks"] * figures["block_size"] * bytes_per_token
     if as_json:
         print_json({"trace": str(file), **figures})
@@ -59,11 +72,32 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("input tokens", _quantile_text(figures["input_length_quantiles"])),
         ("output tokens", _quantile_text(figures["output_length_quantiles"])),
     ]
-    return rows + [(text, f"{figures[name]:.2%}") for name, text in RATIOS.items()]
+    rows += [(text, f"{figures[name]:.2%}") for name, text in RATIOS.items()]
+    rows += [(text, _quantile_text(figures[f"{name}_quantiles"])) for name, text in SPREADS.items()]
+    shares = figures["stack_distance_share_below"]
+    near = "  ".join(f"{part} {share:.1%}" for part, share in shares.items())
+    return [
+        *rows,
+        ("reuses nearer than a share of unique blocks", near),
+        ("prompts that continue one before", f"{figures['matching_request_ratio']:.2%}"),
+        ("  of those, with all but its last block", f"{figures['whole_prefix_ratio']:.2%}"),
+        ("arrivals: mean gap, variation", _arrival_text(figures)),
+        ("prefix tree: roots, branches, most children", _tree_text(figures)),
+    ]
 
 
-def _quantile_text(quantiles: dict[str, int]) -> str:
-    return "  ".join(f"{name} {value:,}" for name, value in quantiles.items())
+def _quantile_text(quantiles: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:,g}" for name, value in quantiles.items()) or "-"
+
+
+def _arrival_text(figures: dict[str, Any]) -> str:
+    mean, variation = figures["interarrival_mean_seconds"], figures["interarrival_cv"]
+    return f"{mean:.3f} s, {variation:.2f}"
+
+
+def _tree_text(figures: dict[str, Any]) -> str:
+    names = ("root_count", "branching_block_count", "max_children")
+    return ", ".join(f"{figures[name]:,}" for name in names)
 
 
 @command.command()
@@ -105,3 +139,46 @@ def convert(
         print_json({"source": str(source), "target": str(target), "requests": count})
     else:
         click.echo(f"{count:,} requests written to {target}")
+
+
+@command.command()
+@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--preset", default="conversation", show_default=True, metavar="NAME|FILE",
+    help="conversation, synthetic, toolagent-like, or a TOML file of the same kind.",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds, equal traces.")
+@click.option(
+    "--rate", type=click.FloatRange(0, 1000, min_open=True), default=1.0, show_default=True,
+    help="So many times the preset's sessions in the same time.",
+)  # fmt: skip
+@click.option(
+    "--seconds", type=click.FloatRange(0, 1e9, min_open=True),
+    help="Span of the trace, at the same rate; else the preset's.",
+)  # fmt: skip
+@click.option(
+    "--tenants", type=click.IntRange(1, 10_000), help="Split sessions among so many tenants."
+)
+@json_option
+def generate(
+    target: Path,
+    preset: str,
+    seed: int,
+    rate: float,
+    seconds: float | None,
+    tenants: int | None,
+    as_json: bool,
+) -> None:
+    """Write a generated trace to TARGET, compressed as its name says (.zst, .gz)."""
+    from kvstore.replay.formats import write_trace
+    from kvstore.replay.generate import generate as generated
+    from kvstore.replay.generate import scaled
+    from kvstore.replay.generate_preset import load_preset
+
+    workload = scaled(load_preset(preset), rate, seconds, tenants)
+    count = write_trace(target, generated(workload, seed))
+    if as_json:
+        facts = {"target": str(target), "preset": preset, "seed": seed, "requests": count}
+        print_json({**facts, "description": workload.description})
+    else:
+        click.echo(f"{count:,} requests written to {target}: {workload.description}")

@@ -51,3 +51,28 @@ def test_bad_trace_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert err.count("\n") == 1
     assert "line 1" in err
     assert run(["trace", "info", str(tmp_path / "missing")]) == 2
+
+
+def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A generated trace is written, read again and described."""
+    target = tmp_path / "made.jsonl.zst"
+    options = [
+        "--preset",
+        "synthetic",
+        "--seed",
+        "3",
+        "--rate",
+        "0.1",
+        "--seconds",
+        "500",
+        "--json",
+    ]
+    assert run(["trace", "generate", str(target), *options]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["requests"] == len(load_trace(target))
+    assert "synthetic trace" in made["description"]
+    assert run(["trace", "info", str(target), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["matching_request_ratio"] > 0.2
+    assert run(["trace", "generate", str(target), "--preset", "nothing"]) == 1
+    assert run(["trace", "generate", str(target), "--rate", "0"]) == 2
