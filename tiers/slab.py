@@ -79,7 +79,7 @@ class Slab(SlabBooks):
         self._free[chunk] += 1
         if index < self._first_free[chunk]:
             self._first_free[chunk] = index
-        self._came_free(chunk)
+        self._came_free(chunk, slots)
 
     def dissolve_empty(self) -> None:
         """Takes every wholly free chunk out of its class."""
@@ -141,7 +141,7 @@ class Slab(SlabBooks):
         self.free_bytes += len(indexes) * chunk.slot_bytes
         self._free[at] += len(indexes)
         self._first_free[at] = min(self._first_free[at], int(indexes.min()))
-        self._came_free(at)
+        self._came_free(at, self._classes[self._class_of[at]])
 
     def drain(self, slot_bytes: int, header_bytes: int) -> list[int]:
         """Published offsets to move so that a chunk comes free for this class; see `Tier`."""
@@ -230,8 +230,7 @@ class Slab(SlabBooks):
         self._states[at] = bytearray([state]) * count
         slots.chunk_count += 1
 
-    def _came_free(self, chunk: int) -> None:
-        slots = self._classes[self._class_of[chunk]]
+    def _came_free(self, chunk: int, slots: SlotClass) -> None:
         if self._free[chunk] == self._slots[chunk]:
             self._emptied(chunk, slots)
         elif not self._draining[chunk]:
