@@ -172,6 +172,11 @@ def directory_bytes(path: Path) -> tuple[int, int]:
     return index, rest
 
 
+def index_bytes(path: Path) -> int:
+    """Bytes of the index on the medium; 0 if there is none."""
+    return _bytes_of(path / INDEX / "data.mdb")
+
+
 def _bytes_of(place: Path) -> int:
     try:
         status = place.lstat()

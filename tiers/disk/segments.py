@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.core.errors import TierError
 from kvstore.tiers.chunks import Chunk
-from kvstore.tiers.disk.directory import directory_bytes, remove_aside
+from kvstore.tiers.disk.directory import directory_bytes, index_bytes, remove_aside
 from kvstore.tiers.disk.io import PAGE, FileIO, aligned
 from kvstore.tiers.disk.layout import Superblock, geometry_of, pack_superblock
 
@@ -86,7 +86,9 @@ class SegmentFiles:
         os.close(self.directory_fd)
 
     def free_bytes(self) -> int:
-        return self._io.free_bytes(self.directory_fd)
+        """What of the file system is free for segments: not what the index may still grow by."""
+        ahead = max(0, self._map_bytes - index_bytes(self._path))
+        return self._io.free_bytes(self.directory_fd) - ahead
 
     def open(self, name: str) -> int:
         """Descriptor of a file that is there."""
@@ -146,8 +148,8 @@ class SegmentFiles:
         free = self.free_bytes()
         if free - length < reserve_bytes:
             raise TierError(
-                f"{self._path} is on a file system with {free} bytes free, and {reserve_bytes} are "
-                "to stay so; free some space or lower tiers.disk.reserve"
+                f"{self._path} is on a file system with {free} bytes free for segments, and "
+                f"{reserve_bytes} are to stay so; free some space or lower tiers.disk.reserve"
             )
         if self._over_cap(length):
             remove_aside(self._path)
