@@ -92,8 +92,10 @@ class WriteBehind:
     def take(self, run: Run, start: int, stop: int, forced: bool = False) -> int:
         """Begins to write blocks [start, stop) of `run`; answers with how many, the first ones."""
         parts, space = self._parts, run.root.space
-        if space.closing or not space.recorded:
+        if space.closing or not space.recorded or start >= stop:
             return 0
+        if parts.disk is None or parts.disk.problem:
+            return 0  # what is there must not make way for what cannot be written
         # Making room on disk must not take away what these blocks depend on.
         held = parts.index.anchor(run, stop, 0)
         begun = self._take_parts(run, start, stop, forced)

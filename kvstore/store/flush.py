@@ -14,7 +14,7 @@ from kvstore.store.demote import WriteBehind
 from kvstore.store.parts import DISK, HOST, SLICE_BLOCKS, Parts
 from kvstore.store.slices import RunScan
 
-PASSES_MAX = 8
+PASSES_MAX = 3  # the others are for groups that failed
 
 
 class FlushFlow:
@@ -36,7 +36,10 @@ class FlushFlow:
 
 
 class _Flush:
-    """One Flush: passes over the index until one finds nothing more to begin, then a count."""
+    """One Flush: passes over the index until one finds nothing more to begin, then a count.
+
+    It writes no more than the disk holds: beyond that it would evict what it has written itself.
+    """
 
     def __init__(self, parts: Parts, behind: WriteBehind, space_id: bytes | None) -> None:
         self._parts = parts
@@ -44,6 +47,8 @@ class _Flush:
         self._space_id = space_id
         self._answer: Completion[FlushResult] = Completion()
         self._passes = self._begun = 0
+        assert parts.disk is not None
+        self._bytes_left = parts.disk.usage().capacity_bytes
         self._durable = self._left_out = 0
 
     def start(self) -> Completion[FlushResult]:
@@ -97,9 +102,12 @@ class _Flush:
         """Begins to write what `run` has to; False if that has to go on once something ended."""
         if self._space_id is not None and run.root.space.id != self._space_id:
             return True
+        size = run.root.space.slot_bytes * run.root.space.shard_count
         for part, start, stop in unwritten(self._parts.index, run):
+            stop = min(stop, start + self._bytes_left // size)
             begun = self._behind.take(part, start, stop, forced=True)
             self._begun += begun
+            self._bytes_left -= begun * size
             if begun < stop - start:
                 self._behind.submit()
             if begun < stop - start and not self._behind.is_idle and not self._has_failed():

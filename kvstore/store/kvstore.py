@@ -55,6 +55,7 @@ from kvstore.tiers.base import SharedPool
 
 SESSION_TTL_SECONDS = 10.0
 ADMIN_PLACES = 16
+RECORD_SECONDS = 2.0
 
 
 class KVStore(OperatorCalls):
@@ -80,6 +81,7 @@ class KVStore(OperatorCalls):
         )
         self._flushes = FlushFlow(parts, self.behind)
         self._last_flush: Completion[FlushResult] | None = None
+        self._unrecorded: dict[Space, float] = {}  # when to look at them again
         if parts.disk is not None:
             begin_conveyors(parts)
 
@@ -177,8 +179,6 @@ class KVStore(OperatorCalls):
         parts = self.parts
         space = parts.spaces.get(space_id(spec, tenant))
         if space is not None:
-            if not space.recorded:
-                self._remember(space)
             return space
         if len(parts.spaces) >= parts.limits.spaces:
             parts.recorder.limit_rejected("spaces")
@@ -198,9 +198,10 @@ class KVStore(OperatorCalls):
             record.remember(space)
             return
         space.recorded = False
+        self._unrecorded[space] = self.parts.clock.now() + RECORD_SECONDS
 
         def done(moved: Moved) -> None:
-            space.recorded = moved.error is None
+            space.recorded = space.recorded or moved.error is None
 
         self.parts.mover.submit(Job(RECORD_LINK, "", 0, 0, lambda: record.remember(space), done))
 
@@ -341,6 +342,10 @@ class KVStore(OperatorCalls):
         self.pins.tick(now)
         for retired in parts.retired:
             retired.tick(now)
+        for space in [space for space, due in self._unrecorded.items() if due <= now]:
+            del self._unrecorded[space]
+            if not space.recorded:
+                self._remember(space)
         self.promoter.tick()
         self.behind.tick(now)
         for session in list(parts.sessions.values()):

@@ -173,8 +173,9 @@ class _Restoring:
         if piece is not None:
             self._join(piece)
             return
-        known = [self._promoter.piece_of(place) for place in grid[:count, DISK, 0].tolist()]
-        count = next((i for i, piece in enumerate(known) if piece is not None), count)
+        places = grid[:count, DISK, 0].tolist()
+        reading = self._promoter.piece_of
+        count = next((i for i, place in enumerate(places) if reading(place)), count)
         self._read(run, start, count)
 
     def _serve_ready(self, run: Any, start: int, count: int) -> None:

@@ -37,7 +37,8 @@ def salts_do_not_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def epochs_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit, "_refused", lambda reservation, moved: "")
+    failed = lambda reservation, moved: "failed" if moved.error is not None else ""  # noqa: E731
+    patch.setattr(commit, "_refused", failed)
 
 
 def repeats_are_not_compared(patch: pytest.MonkeyPatch) -> None:
