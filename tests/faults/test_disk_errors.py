@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_shim import EIO, ENOSPC, Call, File
+from fault_shim import EIO, ENOSPC, PRETEND, Call, File
 from sick_disks import BLOCKS, SickDisk
 
 from kvstore.client import KVClient
@@ -169,6 +169,39 @@ def test_a_read_that_fails_once(daemon: SickDisk, client: KVClient) -> None:
         daemon.shim.set(Call.READ, File.SEGMENT, EIO, calls=1)
         assert daemon.found(client, 1) == BLOCKS
         daemon.shim.wait(Call.READ, File.SEGMENT)
+
+
+def test_a_read_that_lies(daemon: SickDisk, client: KVClient) -> None:
+    """I11: a read that says it is done and is not gives a miss, never what was in memory."""
+    begin_with_disk_only(daemon, client, 1, 2)
+    with daemon.calm_client() as client:
+        daemon.shim.set(Call.READ, File.SEGMENT, PRETEND)
+        assert daemon.found(client, 1) == 0
+        daemon.shim.wait(Call.READ, File.SEGMENT)
+        assert "checksum" in daemon.reason
+        daemon.shim.clear()
+        assert daemon.found(client, 2) == BLOCKS
+        assert daemon.found(client, 1) in range(BLOCKS + 1)
+        daemon.stored(client, 1)
+        assert daemon.found(client, 1) == BLOCKS
+
+
+def test_writes_that_lie(daemon: SickDisk, client: KVClient) -> None:
+    """I11: writes of payloads and headers that say they are done and are not are misses later;
+    what was written before is served."""
+    daemon.stored(client, 1)
+    assert daemon.flushed(client) == (BLOCKS, 0)
+    daemon.shim.set(Call.WRITE, File.SEGMENT, PRETEND)
+    daemon.stored(client, 2)
+    daemon.flushed(client)
+    daemon.shim.wait(Call.WRITE, File.SEGMENT)
+    daemon.shim.clear()
+    daemon.reboot()
+    with daemon.calm_client() as client:
+        assert daemon.found(client, 1) == BLOCKS
+        assert daemon.found(client, 2) == 0
+        daemon.stored(client, 2)
+        assert daemon.flushed(client) == (2 * BLOCKS, 0)
 
 
 def test_a_start_on_a_disk_that_cannot_be_read(daemon: SickDisk, client: KVClient) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import writer
 from daemons import Tagged
 
-from kvstore.client import KVClient
+from kvstore.client import KVClient, NotFound
 
 
 class WriterProcess:
@@ -119,7 +119,11 @@ class Expected:
         space, tokens = client.attach(spec), writer.prompt(family, writer.FLUSH_BLOCKS)
         with space.lookup(tokens) as match:
             target = np.empty((match.block_count, spec.block_bytes), np.uint8)
-            space.restore_into(match, target)
+            try:
+                space.restore_into(match, target)
+            except NotFound as error:
+                self.lost.append(f"family {family} of writer {seed}: {error}")
+                return
         wrong = Tagged(spec).wrong(tokens, target)
         assert wrong == 0, f"family {family} of writer {seed} has {wrong} wrong bytes"
         if len(target) < blocks:
