@@ -88,7 +88,7 @@ class SegmentFiles:
     def free_bytes(self) -> int:
         """What of the file system is free for segments: not what the index may still grow by."""
         ahead = max(0, self._map_bytes - index_bytes(self._path))
-        return self._io.free_bytes(self.directory_fd) - ahead
+        return max(0, self._io.free_bytes(self.directory_fd) - ahead)
 
     def open(self, name: str) -> int:
         """Descriptor of a file that is there."""
