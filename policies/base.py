@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvstore.core.errors import InvalidRequest
+from kvstore.policies.accounts import Accounts
 from kvstore.policies.index import Run
+from kvstore.policies.index.run import COUNTER_BITS, COUNTER_MASK
 from kvstore.policies.uses import Request, Use
 from kvstore.policies.worth import Worth
 
@@ -95,10 +97,21 @@ class Model(Protocol):
 class Context:
     """What the policies of one residency share."""
 
-    def __init__(self) -> None:
+    def __init__(self, accounts: Accounts | None = None) -> None:
+        self.accounts = accounts or Accounts()
         self.worth = Worth()
         self.use: Use | None = None
         self.models: dict[type[Model], Model] = {}
+
+    def loss(self, run: Run, tier: int) -> float:
+        """Seconds lost when the last READY block of `run` leaves `tier`."""
+        space, position = run.root.space, run.first + run.ready - 1
+        below, resident = tier + 1, run.resident >> COUNTER_BITS * (tier + 1)
+        if not resident:
+            return self.worth.loss(space, position, tier, None)
+        # Chains are copied from their start: the last block lies below if all of the run does.
+        whole = resident & COUNTER_MASK == run.ready * space.shard_count
+        return self.worth.loss(space, position, tier, below if whole else None)
 
     def model(self, kind: type[M]) -> M:
         """The one model of a kind, made when it is first asked for; it outlives its policies."""
@@ -249,6 +262,10 @@ class HeapPolicy:
     def last_position(self, run: Run) -> int:
         """Position in its chain of the run's last READY block."""
         return run.first + run.ready - 1
+
+    def loss(self, run: Run) -> float:
+        """Seconds lost when the run's last READY block leaves this tier."""
+        return self.context.loss(run, self.tier)
 
     def on_insert(self, run: Run, start: int, stop: int) -> None:
         pass

@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvstore.core.space import Space
-from kvstore.policies import lru  # noqa: F401  (registers itself)
+from kvstore.policies import (  # noqa: F401  (they register themselves)
+    arc,
+    fifo,
+    gdsf,
+    lfu,
+    lru,
+    oracle,
+    s3fifo,
+    saved_time,
+    sieve,
+)
 from kvstore.policies.accounts import Accounts, Quota, pool_in
 from kvstore.policies.actions import Action, Admit, Demote, Drop
 from kvstore.policies.base import Context, EvictionPolicy, create
@@ -36,7 +46,7 @@ class Residency:
         self.on_event: Callable[[Event], None] | None = None
         self.tick = 0
         self.request_count = 0
-        self.context = Context()
+        self.context = Context(self.accounts)
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
         self._demotions = DemotionQueue(self)
         self._waiting: dict[Run, EvictionPolicy] = {}

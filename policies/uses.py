@@ -19,6 +19,7 @@ from kvstore.core.space import Space
 UNKNOWN_TOKENS = -1
 REUSE_HINTS = ("", "none", "likely", "certain")
 PRIORITY_MAX = 3
+DIGEST_FORMAT = "Q"  # Of a memoryview or array: digests are packed words of the machine.
 
 
 class Request(NamedTuple):
@@ -26,8 +27,9 @@ class Request(NamedTuple):
 
     `digests` has the prefix digests of its full blocks, packed. `output_tokens` is UNKNOWN_TOKENS
     until the request ends. `expect_reuse` (one of REUSE_HINTS) and its seconds are the client's
-    word that the conversation goes on; `priority` ranks a tenant's requests among each other.
-    `next_uses` is known offline only: for each block the number of the next request for it.
+    word that the conversation goes on; `priority` ranks a tenant's requests among each other;
+    `turn` counts from 1, 0 is for who does not know. `next_uses` is known offline only: for each
+    block the number of the next request for it.
     """
 
     tenant: str
@@ -38,6 +40,7 @@ class Request(NamedTuple):
     expect_reuse: str = ""
     expect_reuse_seconds: float = 0.0
     priority: int = 0
+    turn: int = 0
     next_uses: tuple[int, ...] = ()
 
 
@@ -48,13 +51,14 @@ class Use:
     that were (0) and were not (1). `weight` is what its priority makes of their worth.
     """
 
-    __slots__ = ("known", "next_uses", "number", "rows", "seconds", "tenant", "weight")
+    __slots__ = ("counts", "known", "next_uses", "number", "rows", "seconds", "tenant", "weight")
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
         self.seconds = request.seconds
         self.tenant = request.tenant
         self.next_uses: Sequence[int] = request.next_uses
+        self.counts: Sequence[int] = ()
         self.known = 0
         self.rows: Any = (0, 0)
         self.weight = 1.0

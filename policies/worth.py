@@ -31,6 +31,10 @@ class Worth:
             self._rates[space.id] = (token_seconds, pair_seconds)
             self._lines.pop(space.id, None)
 
+    def rates(self, space: Space | None) -> tuple[float, float]:
+        """(token seconds, pair seconds) of a space, or where nothing is measured."""
+        return self._default if space is None else self._rates.get(space.id, self._default)
+
     def set_restore(self, tier: int, latency_seconds: float, byte_seconds: float) -> None:
         """Getting a block back from `tier` takes so long; without, it takes no time."""
         self._restores[tier] = (latency_seconds, byte_seconds)
@@ -39,7 +43,7 @@ class Worth:
         """(seconds of the first block, seconds more for each block that lies deeper)."""
         line = self._lines.get(space.id)
         if line is None:
-            token, pair = self._rates.get(space.id, self._default)
+            token, pair = self.rates(space)
             size = space.block_size
             line = (token * size + pair * size * size / 2, pair * size * size)
             self._lines[space.id] = line

@@ -1,0 +1,147 @@
+"""`CacheSimulation`: a trace through the daemon's own index, residency and policies; no bytes.
+
+Definitions: each id is one block, the last of a request covers what remains; only full blocks are
+stored. A request matches its leading run, its blocks are leased, all are stored, then the tiers
+are evicted to their capacities. Saved seconds are those of the hit blocks out of all blocks, the
+constant of a prefill left out. Hit tokens are out of all input tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.core.clock import perf_seconds
+from kvstore.core.errors import InvalidRequest
+from kvstore.core.space import Space
+from kvstore.policies.index import PrefixIndex, Walk
+from kvstore.policies.residency import Residency
+from kvstore.replay.cachesim_tiers import DiskTier, Places
+from kvstore.replay.cachesim_workload import ROOT, Workload
+
+HOST, DISK = 0, 1
+NO_LIMIT = 1 << 60
+
+
+class Hit(NamedTuple):
+    """What a request found: leading blocks in all, and how many of these were on disk only."""
+
+    blocks: int
+    disk_blocks: int = 0
+
+
+class CacheResult(NamedTuple):
+    """What a simulation came to. Ratios are 0 to 1; `tier_tokens` has hit tokens by tier."""
+
+    policy: str
+    capacity_blocks: tuple[int, ...]
+    hit_blocks: int
+    token_hit_ratio: float
+    saved_seconds: float
+    saved_ratio: float
+    tier_tokens: tuple[int, ...]
+    written_blocks: int
+    seconds: float
+    references_per_second: float
+
+
+class CacheSimulation:
+    """One cache under one policy, told of one request after the other.
+
+    `capacities` are the blocks of host and, if there is one, of disk.
+    """
+
+    def __init__(self, workload: Workload, policy: str, capacities: tuple[int, ...]) -> None:
+        if not 1 <= len(capacities) <= 2 or min(capacities) < 0:
+            raise InvalidRequest(f"capacities is {capacities}; pass blocks of host, or host, disk")
+        self.workload = workload
+        self.capacities = capacities
+        self.residency = Residency(policy)
+        self.index = PrefixIndex(len(capacities))
+        self.residency.attach(self.index)
+        self.hits: list[Hit] = []
+        self._told = workload.told_future if policy == "oracle" else workload.told
+        self._roots = {name: self.index.root(s, ROOT) for name, s in workload.spaces.items()}
+        self._slot_bytes = next(iter(workload.spaces.values())).slot_bytes
+        self._places = Places()
+        self._disk = DiskTier(self.residency, capacities, self._slot_bytes) if self.disk else None
+
+    @property
+    def disk(self) -> bool:
+        """Whether there is a disk tier."""
+        return len(self.capacities) > 1
+
+    def request(self, number: int) -> Hit:
+        """Carries one request of the trace out, whole; they come in their order."""
+        told, chain = self._told[number], self.workload.chains[number]
+        space = self.workload.spaces[told.tenant]
+        self.residency.request(told)
+        hit = self._serve(space, chain) if chain.segments else Hit(0)
+        self.hits.append(hit)
+        return hit
+
+    def _serve(self, space: Space, chain: object) -> Hit:
+        index = self.index
+        root = index.root(space, ROOT)
+        walk = index.walk(root, chain)  # type: ignore[arg-type]
+        walk.finish()
+        found = walk.ready_blocks
+        on_disk = 0
+        if found:
+            path = self.residency.access(walk.path)
+            if self._disk is not None:
+                on_disk = self._disk.promote(path, self._places)
+        if found < walk.chain.block_count:
+            self._store(walk, found)
+        self._make_room(space)
+        return Hit(found, on_disk)
+
+    def _store(self, walk: Walk, found: int) -> None:
+        index = self.index
+        staged = index.stage(walk, walk.chain, 0, 1, NO_LIMIT)
+        assert staged.anchor is not None
+        for run, start, stop in index.path(staged.anchor, found):
+            index.commit_span(run, start, 0, HOST, self._places.take(stop - start))
+            index.publish(run)
+        index.unanchor(staged.anchor)
+
+    def _make_room(self, space: Space) -> None:
+        """Evicts to the capacities, after what is due on disk was written there."""
+        if self._disk is not None:
+            self._disk.write(space, self._places)
+        for tier, capacity in enumerate(self.capacities):
+            over = self.residency.accounts.used(tier, space.pool) - capacity * self._slot_bytes
+            if over > 0:
+                for drop in self.residency.make_room(tier, space.pool, space.tenant, over):
+                    self.index.drop(drop.run, drop.keep, tier)
+
+    def run(self) -> CacheResult:
+        """All requests, then the result."""
+        start = perf_seconds()
+        for number in range(len(self.hits), len(self._told)):
+            self.request(number)
+        return self.result(perf_seconds() - start)
+
+    def result(self, seconds: float) -> CacheResult:
+        """What the requests so far came to, `seconds` spent on them."""
+        workload, done = self.workload, len(self.hits)
+        blocks = np.array([hit.blocks for hit in self.hits], np.int64)
+        on_disk = int(sum(hit.disk_blocks for hit in self.hits))
+        saved = float(workload.block_seconds[blocks].sum())
+        hit_blocks, size = int(blocks.sum()), workload.block_size
+        references = sum(len(request.hash_ids) for request in workload.requests[:done])
+        tokens = sum(request.input_length for request in workload.requests[:done])
+        by_tier = (hit_blocks - on_disk, on_disk) if self.disk else (hit_blocks,)
+        return CacheResult(
+            policy=self.residency.policy_name,
+            capacity_blocks=self.capacities,
+            hit_blocks=hit_blocks,
+            token_hit_ratio=hit_blocks * size / max(1, tokens),
+            saved_seconds=saved,
+            saved_ratio=saved / max(1e-12, float(workload.prefill_seconds[:done].sum())),
+            tier_tokens=tuple(size * n for n in by_tier),
+            written_blocks=0 if self._disk is None else self._disk.written_blocks,
+            seconds=seconds,
+            references_per_second=references / max(1e-9, seconds),
+        )

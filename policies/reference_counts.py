@@ -1,0 +1,49 @@
+"""Reference counts: how often each block was asked for, in the cache or not."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from kvstore.policies.index import Run
+from kvstore.policies.uses import DIGEST_FORMAT, Request, Use
+
+BLOCKS_MAX = 1 << 20
+
+
+class ReferenceCounts:
+    """Counts by prefix digest that outlive eviction, so that they do not depend on the policy.
+
+    Past `BLOCKS_MAX` blocks all counts are halved, and blocks counted once forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def on_request(self, use: Use, request: Request) -> None:
+        counts = self._counts
+        digests = memoryview(request.digests).cast(DIGEST_FORMAT).tolist()
+        use.counts = counted = [counts.get(digest, 0) + 1 for digest in digests]
+        counts.update(zip(digests, counted, strict=True))
+        if len(counts) > BLOCKS_MAX:
+            self._counts = {digest: n >> 1 for digest, n in counts.items() if n > 1}
+
+    def on_finish(self, use: Use, output_tokens: int) -> None:
+        pass
+
+
+def count_of(run: Run, position: int) -> int:
+    """How often the block at `position` of its chain had been asked for when it last was."""
+    use = run.policy
+    if use is None or position >= len(use.counts):
+        return run.hits + 1
+    count: int = use.counts[position]
+    return count
+
+
+def first_counted_alike(run: Run) -> int:
+    """The first block of `run` with its last READY block's count; counts fall along a chain."""
+    use, last = run.policy, run.first + run.ready - 1
+    if use is None or last >= len(use.counts):
+        return 0
+    first = bisect_left(use.counts, -use.counts[last], run.first, last, key=lambda count: -count)
+    return first - run.first
