@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import NamedTuple
 
 from kvstore.core.plan import LOAD_ALL, RECOMPUTE, PlanStep, RestorePlan
 from kvstore.policies.candidates import best_prefix, best_split
@@ -46,6 +45,7 @@ class Decision:
         self.situation = timing.situation
         self.chosen = chosen
         self.alternatives = (chosen, *others)
+        self.note = ""  # what led to the question, ahead of the reason
         self._timing, self._late = timing, late
 
     @property
@@ -83,8 +83,15 @@ class Decision:
     @property
     def load_seconds(self) -> tuple[float, float]:
         """Predicted seconds until all is loaded, p50 and p99: look again after the latter."""
-        cut = self.chosen.cut
+        return self.load_seconds_of(self.chosen.cut)
+
+    def load_seconds_of(self, cut: Cut) -> tuple[float, float]:
         return self._timing.load_seconds(cut), self._late.load_seconds(cut)
+
+    def gain_over(self, cut: Cut) -> float:
+        """The share of another cut's objective that the chosen one spares."""
+        other = self._timing.objective(cut)
+        return 1.0 - self.chosen.objective / other if other > 0 else 0.0
 
     @property
     def is_predicted_miss(self) -> bool:
@@ -101,7 +108,7 @@ class Decision:
     def reason(self) -> str:
         """One sentence with the numbers."""
         chosen = self.chosen
-        what = f"{self._words(chosen)} takes {_ms(chosen.p50_seconds)}"
+        what = f"{self.note}{self._words(chosen)} takes {_ms(chosen.p50_seconds)}"
         what += f" (99 %: {_ms(chosen.p99_seconds)})"
         others = ", ".join(
             f"{other.kind.replace('_', ' ')} {_ms(other.p50_seconds)}"
@@ -200,57 +207,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"
 
 
-class Progress(NamedTuple):
-    """How far a restore has come: leading tokens that are ready, and the seconds it took."""
-
-    ready_tokens: int
-    elapsed_seconds: float
-
-
-def replan(decision: Decision, progress: Progress, p50: Costs, p99: Costs) -> Decision | None:
-    """A new decision on what is left of a restore that fell behind; None while it has not.
-
-    It is behind once the block after those that are ready should have been there, even at the 99 %
-    costs. The links are then believed to be as much slower as they have been so far, so the answer
-    may be to load less, or (recompute all) to give the restore up.
-    """
-    situation, cut = decision.situation, decision.chosen.cut
-    ready = min(progress.ready_tokens, cut.start)
-    if ready >= cut.start and cut.resume == decision._timing.matched:
-        return None
-    following = Cut(min(ready + situation.block_size, cut.start), decision._timing.matched)
-    if ready >= cut.start:  # all of the front is here; now the rest after the middle counts
-        following = cut
-    due = decision._timing.load_seconds(following)
-    if progress.elapsed_seconds <= decision._late.load_seconds(following):
-        return None
-    slower = progress.elapsed_seconds / due if due > 0 else 1.0
-    left = _left(situation, ready, progress.elapsed_seconds)
-    return decide(left, _slower(p50, slower), _slower(p99, slower))
-
-
-def _left(situation: Situation, ready: int, elapsed: float) -> Situation:
-    """What remains once `ready` of the matched tokens are in the engine."""
-    segments, skip = [], ready
-    for segment in situation.segments:
-        gone = min(skip, segment.tokens)
-        skip -= gone
-        if gone < segment.tokens:
-            kept = segment.tokens - gone
-            size = segment.byte_count * kept // segment.tokens
-            segments.append(segment._replace(tokens=kept, byte_count=size))
-    deadline = situation.deadline_seconds
-    return situation._replace(
-        segments=tuple(segments),
-        local_tokens=situation.local_tokens + ready,
-        deadline_seconds=None if deadline is None else deadline - elapsed,
-    )
-
-
-def _slower(costs: Costs, factor: float) -> Costs:
-    return costs._replace(links={name: link.times(factor) for name, link in costs.links.items()})
-
-
 def gpu_price(busy_ratio: float, queued_prefill_tokens: int = 0) -> float:
     """What a GPU-second costs others: nothing when idle, 1 and more when requests wait.
 
@@ -276,11 +232,9 @@ __all__ = [
     "Costs",
     "Decision",
     "Prices",
-    "Progress",
     "Segment",
     "Situation",
     "decide",
     "gpu_price",
     "link_prices",
-    "replan",
 ]
