@@ -1,0 +1,202 @@
+"""Simulations of a trace over policies and capacities: what `kvstore simulate` answers.
+
+A cell is one policy at one set of capacities. Its cache is simulated with the daemon's own index,
+residency and policy, then the engines with what each request found. Every set of capacities has the
+leaf-first LRU and the offline optimum beside it, which say how much of the gap a policy closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.replay.bounds import Optimum, optimum
+from kvstore.replay.cachesim import CacheResult, CacheSimulation, Hit
+from kvstore.replay.cachesim_workload import Workload
+from kvstore.replay.columns import TraceColumns, trace_columns
+from kvstore.replay.formats import TraceRequest, load_trace
+from kvstore.replay.transform import spread_ticks
+from kvstore.replay.ttft import EngineCosts, EngineModel, Found, Served, engines_needed
+
+BASELINE = "lru"
+TIERS = ("host", "disk")
+SECONDS_A_DAY = 86_400
+CURVE_PERCENTS = (0, 1, 2, 5, *range(10, 91, 5), 92, 94, 96, 97, 98, 99, 99.5, 100)
+# More requests than this a timestamp, on average, are ticks of a coarse clock.
+TICK_SHARE = 0.5
+
+
+class Setup(NamedTuple):
+    """What all cells of a run share. `engines` of 0 takes as many as the trace needs.
+
+    `hints` is the accuracy of made-up hints that a prompt will be continued; None gives none.
+    """
+
+    trace: Path
+    costs: EngineCosts = EngineCosts()
+    engines: int = 0
+    hints: float | None = None
+    seed: int = 0
+    limit: int = 0
+    endurance_dwpd: float = 1.0
+
+
+class Cell(NamedTuple):
+    """One policy at the capacities of host and, if there is one, of disk."""
+
+    policy: str
+    capacities: tuple[int, ...]
+
+
+class Bench:
+    """A trace made ready for cells; a worker process has one."""
+
+    def __init__(self, setup: Setup, requests: Sequence[TraceRequest] | None = None) -> None:
+        self.setup = setup
+        self.requests = load_trace(setup.trace, setup.limit) if requests is None else requests
+        self.workload = Workload(
+            self.requests, setup.hints, setup.seed, setup.costs.bytes_per_token
+        )
+        self.trace: TraceColumns = trace_columns(self.requests, by_tenant=True)
+        self.arrivals = _arrivals(self.requests, self.trace, setup.seed)
+        engines = setup.engines or engines_needed(setup.costs, self.arrivals, self.trace.inputs)
+        self.costs = setup.costs._replace(engine_count=engines)
+
+    def serve(self, hits: Sequence[Hit]) -> Served:
+        """The engines, given what each request found."""
+        size = self.trace.block_size
+        found = [
+            Found((hit.blocks - hit.disk_blocks) * size, hit.disk_blocks * size) for hit in hits
+        ]
+        model = EngineModel(self.costs, self.arrivals, self.trace.inputs, size, self.setup.seed)
+        return model.serve(found)
+
+    def without_store(self) -> dict[str, Any]:
+        """First tokens when every prompt is computed whole."""
+        served = self.serve([Hit(0)] * len(self.requests))
+        return {**_ttft_figures(served), "ttft_curve": _curve(served)}
+
+    def optimum(self, capacities: tuple[int, ...]) -> Optimum:
+        """Bounds for all tiers together, for their speeds do not matter to hits."""
+        return optimum(self.trace, sum(capacities), self.costs.cost)
+
+    def cell(self, cell: Cell) -> dict[str, Any]:
+        """Figures of one cell."""
+        simulation = CacheSimulation(self.workload, cell.policy, cell.capacities)
+        result = simulation.run()
+        served = self.serve(simulation.hits)
+        return {
+            "policy": cell.policy,
+            "tiers": self._tiers(result),
+            "token_hit_ratio": result.token_hit_ratio,
+            "prefill_seconds_saved": result.saved_seconds,
+            "prefill_seconds_saved_ratio": result.saved_ratio,
+            **_ttft_figures(served),
+            "ttft_curve": _curve(served),
+            **self._bytes(result, served),
+            "deadline_misses": {
+                "predicted": served.predicted_misses,
+                "unpredicted": served.unpredicted_misses,
+            },
+            "recomputed_hit_requests": served.recomputed_requests,
+            "block_references_per_second": result.references_per_second,
+            "endurance": self._endurance(result),
+        }
+
+    def _tiers(self, result: CacheResult) -> dict[str, Any]:
+        tokens, unique = self.workload.input_tokens, self.workload.unique_blocks
+        return {
+            name: {
+                "capacity_fraction": capacity / unique,
+                "capacity_blocks": capacity,
+                "capacity_bytes": capacity * self._block_bytes,
+                "token_hit_ratio": hit / max(tokens, 1),
+            }
+            for name, capacity, hit in zip(
+                TIERS, result.capacity_blocks, result.tier_tokens, strict=False
+            )
+        }
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.trace.block_size * self.costs.bytes_per_token
+
+    def _bytes(self, result: CacheResult, served: Served) -> dict[str, Any]:
+        restored = served.restored_token_count * self.costs.bytes_per_token
+        full = int((self.trace.inputs // self.trace.block_size).sum())
+        links = {"host>hbm": restored, "hbm>host": (full - result.hit_blocks) * self._block_bytes}
+        if len(result.capacity_blocks) > 1:
+            links["disk>host"] = served.disk_read_bytes
+            links["host>disk"] = result.written_blocks * self._block_bytes
+        saved = result.saved_seconds
+        return {
+            "restored_bytes": restored,
+            "bytes_by_link": links,
+            "bytes_per_saved_second": restored / saved if saved > 0 else None,
+        }
+
+    def _endurance(self, result: CacheResult) -> dict[str, Any] | None:
+        """Disk writes against a drive of the tier's size and its drive writes per day."""
+        if len(result.capacity_blocks) < 2 or not result.capacity_blocks[1]:
+            return None
+        span = max(float(self.trace.times[-1]), 1e-9)
+        written = result.written_blocks * self._block_bytes
+        budget = self.setup.endurance_dwpd * result.capacity_blocks[1] * self._block_bytes
+        per_day = written / span * SECONDS_A_DAY
+        return {
+            "written_bytes": written,
+            "written_bytes_per_day": per_day,
+            "budget_bytes_per_day": budget,
+            "budget_used_ratio": per_day / budget if budget else None,
+        }
+
+
+def _arrivals(requests: Sequence[TraceRequest], trace: TraceColumns, seed: int) -> np.ndarray:
+    """When requests reach the engines: ticks of a coarse clock are spread, as nobody sent them."""
+    times = trace.times
+    if len(times) < 2 or float((np.diff(times) == 0).mean()) < TICK_SHARE:
+        return times
+    spread = np.array([r.timestamp for r in spread_ticks(requests, seed)]) / 1000
+    arrivals: np.ndarray = spread - spread[0]
+    return arrivals
+
+
+def _ttft_figures(served: Served) -> dict[str, Any]:
+    ttft, residual = served.ttft_seconds, served.residual_seconds
+    return {
+        "ttft_p50_seconds": float(np.percentile(ttft, 50)),
+        "ttft_p99_seconds": float(np.percentile(ttft, 99)),
+        "ttft_mean_seconds": float(ttft.mean()),
+        "residual_prefill_p99_seconds": float(np.percentile(residual, 99)),
+    }
+
+
+def _curve(served: Served) -> list[list[float]]:
+    """[percent, seconds] pairs of the distribution of first tokens."""
+    values = np.percentile(served.ttft_seconds, CURVE_PERCENTS)
+    return [[float(p), float(v)] for p, v in zip(CURVE_PERCENTS, values, strict=True)]
+
+
+def with_gaps(cell: dict[str, Any], baseline: dict[str, Any], best: Optimum) -> dict[str, Any]:
+    """A cell with the share of the gap between LRU and the optimum that it closes."""
+    return {
+        **cell,
+        "gap_closed_tokens_ratio": _gap(cell, baseline, "token_hit_ratio", best.token_hit_ratio),
+        "gap_closed_seconds_ratio": _gap(
+            cell, baseline, "prefill_seconds_saved_ratio", best.saved_seconds_ratio
+        ),
+        "optimum": {
+            "token_hit_ratio": best.token_hit_ratio,
+            "prefill_seconds_saved_ratio": best.saved_seconds_ratio,
+            "prefill_seconds_saved_ratio_bounds": [best.seconds_lower, best.seconds_upper],
+        },
+    }
+
+
+def _gap(cell: dict[str, Any], baseline: dict[str, Any], name: str, best: float) -> float | None:
+    """None where LRU is as good as the optimum: there is no gap."""
+    gap = best - baseline[name]
+    return (cell[name] - baseline[name]) / gap if gap > 1e-9 else None
