@@ -48,6 +48,8 @@ class Residency:
         self.request_count = 0
         self.context = Context(self.accounts)
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
+        self._orders: dict[tuple[int, str], tuple[EvictionPolicy, ...]] = {}
+        self._pool_orders: dict[str, tuple[EvictionPolicy, ...]] = {}
         self._demotions = DemotionQueue(self)
         self._waiting: dict[Run, EvictionPolicy] = {}
         # An unknown name is refused here, not at the first block; what it learns from starts now.
@@ -149,6 +151,7 @@ class Residency:
         self._demotions.forget()
         self.policy_name = name
         self._policies = {key: self.new_policy(key[0]) for key in self._policies}
+        self._forget_orders()
         self._record("set_policy", name)
         for run in self.index.runs():
             if run.ready:
@@ -160,6 +163,7 @@ class Residency:
     def demote_above(self, pool: str, watermark_bytes: int, capacity_bytes: int) -> None:
         """From so many bytes used on, host `pool` has its coldest blocks written to disk."""
         self._demotions.watermarks[pool] = watermark_bytes
+        self._forget_orders()
         self._demotions.credits[pool] = (capacity_bytes - watermark_bytes) // 2
         self._record("demote_above", pool, watermark_bytes, capacity_bytes)
 
@@ -220,10 +224,9 @@ class Residency:
             return
         used = self.accounts.used(tier, pool)
         goal = used - bytes_needed
+        if used <= goal:
+            return
         for run in policy.victims(tenants):
-            used = self.accounts.used(tier, pool)
-            if used <= goal:
-                return
             space = run.root.space
             keep = self._keep(policy, run, tier, used - goal)
             if keep is None:
@@ -242,10 +245,13 @@ class Residency:
             if self.on_action is not None:
                 self.on_action(drop)
             yield drop
-            assert self.accounts.used(tier, pool) < used, "a Drop was not carried out"
+            before, used = used, self.accounts.used(tier, pool)
+            assert used < before, "a Drop was not carried out"
             if run.alive:
                 self._inherit(run)
             policy.on_evicted(run)
+            if used <= goal:
+                return
 
     def _keep(self, policy: EvictionPolicy, run: Run, tier: int, bytes_needed: int) -> int | None:
         """How many blocks of a leaf run stay; None when none may go."""
@@ -326,27 +332,42 @@ class Residency:
             above, policy = self._waiting.popitem()
             policy.unpark(above)
 
-    def _policy(self, tier: int, run: Run) -> EvictionPolicy:
-        key = (tier, pool_in(tier, run.root.space.pool))
+    def _policy(self, tier: int, pool: str) -> EvictionPolicy:
+        """The order of a pool, a new one where nothing came yet."""
+        key = (tier, pool)
         policy = self._policies.get(key)
         if policy is None:
             policy = self._policies[key] = self.new_policy(tier)
+            self._forget_orders()
         return policy
+
+    def _forget_orders(self) -> None:
+        """There are other policies than before."""
+        self._orders.clear()
+        self._pool_orders.clear()
 
     def _rankings(self, tier: int, run: Run) -> tuple[EvictionPolicy, ...]:
         """The orders that `run` has a place in as part of `tier`."""
-        rank = None if tier else self._demotions.rank(run)
-        policy = self._policy(tier, run)
-        return (policy,) if rank is None else (policy, rank)
+        host_pool = run.root.space.pool
+        orders = self._orders.get((tier, host_pool))
+        if orders is None:
+            policy = self._policy(tier, pool_in(tier, host_pool))
+            rank = None if tier else self._demotions.rank(run)
+            orders = (policy,) if rank is None else (policy, rank)
+            self._orders[tier, host_pool] = orders
+            self._pool_orders.pop(host_pool, None)
+        return orders
 
-    def _holders(self, run: Run) -> Iterator[EvictionPolicy]:
+    def _holders(self, run: Run) -> tuple[EvictionPolicy, ...]:
         """Policies that may know the run."""
         pool = run.root.space.pool
-        for tier in range(self.index.tier_count):
-            policy = self._policies.get((tier, pool_in(tier, pool)))
-            if policy is not None:
-                yield policy
-        yield from self._demotions.holders(pool)
+        found = self._pool_orders.get(pool)
+        if found is None:
+            tiers = range(self.index.tier_count)
+            policies = (self._policies.get((tier, pool_in(tier, pool))) for tier in tiers)
+            known = [policy for policy in policies if policy is not None]
+            found = self._pool_orders[pool] = (*known, *self._demotions.holders(pool))
+        return found
 
     def _enter(self, run: Run, start: int, stop: int) -> None:
         for tier in range(self.index.tier_count):

@@ -14,14 +14,14 @@ import numpy as np
 
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.keys import Chain
 from kvstore.core.space import Space
-from kvstore.policies.index import PrefixIndex, Walk
+from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.replay.cachesim_tiers import DiskTier, Places
 from kvstore.replay.cachesim_workload import ROOT, Workload
 
 HOST, DISK = 0, 1
-NO_LIMIT = 1 << 60
 
 
 class Hit(NamedTuple):
@@ -62,7 +62,6 @@ class CacheSimulation:
         self.residency.attach(self.index)
         self.hits: list[Hit] = []
         self._told = workload.told_future if policy == "oracle" else workload.told
-        self._roots = {name: self.index.root(s, ROOT) for name, s in workload.spaces.items()}
         self._slot_bytes = next(iter(workload.spaces.values())).slot_bytes
         self._places = Places()
         self._disk = DiskTier(self.residency, capacities, self._slot_bytes) if self.disk else None
@@ -75,16 +74,16 @@ class CacheSimulation:
     def request(self, number: int) -> Hit:
         """Carries one request of the trace out, whole; they come in their order."""
         told, chain = self._told[number], self.workload.chains[number]
-        space = self.workload.spaces[told.tenant]
         self.residency.request(told)
-        hit = self._serve(space, chain) if chain.segments else Hit(0)
+        hit = Hit(0)
+        if chain.segments:
+            hit = self._serve(self.workload.spaces[told.tenant], chain)
         self.hits.append(hit)
         return hit
 
-    def _serve(self, space: Space, chain: object) -> Hit:
+    def _serve(self, space: Space, chain: Chain) -> Hit:
         index = self.index
-        root = index.root(space, ROOT)
-        walk = index.walk(root, chain)  # type: ignore[arg-type]
+        walk = index.walk(index.root(space, ROOT), chain)
         walk.finish()
         found = walk.ready_blocks
         on_disk = 0
@@ -92,19 +91,11 @@ class CacheSimulation:
             path = self.residency.access(walk.path)
             if self._disk is not None:
                 on_disk = self._disk.promote(path, self._places)
-        if found < walk.chain.block_count:
-            self._store(walk, found)
+        missing = chain.block_count - found
+        if missing:
+            index.extend(walk, HOST, self._places.take(missing))
         self._make_room(space)
         return Hit(found, on_disk)
-
-    def _store(self, walk: Walk, found: int) -> None:
-        index = self.index
-        staged = index.stage(walk, walk.chain, 0, 1, NO_LIMIT)
-        assert staged.anchor is not None
-        for run, start, stop in index.path(staged.anchor, found):
-            index.commit_span(run, start, 0, HOST, self._places.take(stop - start))
-            index.publish(run)
-        index.unanchor(staged.anchor)
 
     def _make_room(self, space: Space) -> None:
         """Evicts to the capacities, after what is due on disk was written there."""

@@ -7,16 +7,16 @@ import numpy as np
 from kvstore.core.keys import chain_keys
 from kvstore.core.space import Space
 from kvstore.policies.index.check import check_tree
+from kvstore.policies.index.extending import ExtendedTree
 from kvstore.policies.index.graft import Grafted, graft
 from kvstore.policies.index.run import Run, Span
-from kvstore.policies.index.staging import StagedTree
 
 # A run keeps the key it begins under when its chain crosses a multiple of this many blocks: keys
 # of deep blocks then cost little to find, and short runs no memory.
 KEY_STRIDE_BLOCKS = 64
 
 
-class PrefixIndex(StagedTree):
+class PrefixIndex(ExtendedTree):
     """Runs of blocks by exact prefix. One thread owns it; nothing here blocks or allocates much."""
 
     def graft_columns(

@@ -305,7 +305,7 @@ class Tree(Counters):
             return removed
         if keep:
             run = self.split(run, keep)
-        runs = list(self.runs(run))
+        runs = [run] if run.children is None else list(self.runs(run))
         for gone in reversed(runs):
             self.listener.on_remove(gone)
         self._unlink(run)
@@ -339,17 +339,26 @@ class Tree(Counters):
         if ready:
             removed.spans.append(Span(run, 0, ready))
             removed.grids.append(cells[:ready])
+        if self.tier_count == 1 and run.staging is None:
+            # In the only tier there is, every READY block has its places.
+            removed.places[0].extend(cells.ravel().tolist())
+            self.listener.on_slots(space, 0, -cells.size)
+        else:
+            self._bury_places(space, cells, removed)
+        if run.marks is not None:
+            for mark in run.marks.values():
+                removed.anchors.extend(mark.anchors)
+                mark.run = None
+        self._count(space, -run.count)
+        self.run_count -= 1
+        run.marks = run.staging = run.children = None
+        run.places = b""
+        run.ready = -1
+
+    def _bury_places(self, space: Space, cells: np.ndarray, removed: Removed) -> None:
         for tier in self._tiers:
             column = cells[:, tier, :].ravel()
             slots = int((column != NO_PLACE).sum())
             if slots:
                 removed.places[tier].extend(column[column >= 0].tolist())
                 self.listener.on_slots(space, tier, -slots)
-        for mark in (run.marks or {}).values():
-            removed.anchors.extend(mark.anchors)
-            mark.run = None
-        self._count(space, -run.count)
-        self.run_count -= 1
-        run.marks = run.staging = run.children = None
-        run.places = b""
-        run.ready = -1
