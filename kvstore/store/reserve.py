@@ -12,6 +12,8 @@ import numpy as np
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining, InvalidRequest
 from kvstore.core.plan import BlockOutcome, Query, ReserveResult
+from kvstore.core.space import Space
+from kvstore.policies.accounts import pool_in
 from kvstore.policies.index import StageAnswer, Staged, Walk
 from kvstore.store.evict import Remover
 from kvstore.store.parts import HOST, RESERVE_BLOCKS_MAX, SLICE_BLOCKS, Parts
@@ -120,12 +122,24 @@ class ReserveFlow:
             return
         held = index.anchor(walk.run, walk.depth, 0) if walk.known_blocks else None
         while (short := wanted + 1 - index.free_blocks) > 0:
-            before = index.block_count
-            self._remover.make_room(space, short * space.slot_bytes * space.shard_count)
-            if index.block_count == before:
+            if not self._give_up(space, short):
                 break
         if held is not None:
             index.unanchor(held)
+
+    def _give_up(self, space: Space, count: int) -> bool:
+        """Evicts the coldest copies, on disk first, for `count` blocks less: those that had no
+        other leave the index. False if nothing more may go."""
+        index, accounts = self._parts.index, self._parts.residency.accounts
+        blocks, moved = index.block_count, False
+        for tier in reversed(range(len(self._parts.tiers))):
+            pool = pool_in(tier, space.pool)
+            used = accounts.used(tier, pool)
+            self._remover.make_room(space, count * space.slot_bytes * space.shard_count, tier)
+            moved = moved or accounts.used(tier, pool) < used
+            if index.block_count < blocks:
+                break
+        return moved
 
     def _take_slots(self, reservation: Reservation, staged: Staged) -> None:
         """Gives wanted blocks their slots, first blocks first, and gives up those without one."""

@@ -287,6 +287,18 @@ def test_disk_evicts_coldest_first_and_leaves_what_is_leased(
     assert desk.store.disk.usage().used_bytes <= 64 * BLOCK
 
 
+def test_a_full_index_takes_new_blocks(two_tiers: Callable[..., Desk]) -> None:
+    """I16: `index.max_blocks` counts blocks of both tiers once; those that come take the place of
+    the coldest, wherever these lie, and host is not emptied for it."""
+    desk = two_tiers(sections={"index": {"max_blocks": 160}})
+    engine = desk.engine()
+    prompts = fill(desk, engine, 40)
+    assert desk.kv.status().block_count <= 160
+    assert [engine.matched(tokens) for tokens in prompts[-12:]] == [8] * 12
+    assert engine.matched(prompts[0]) < 8
+    assert desk.usage().block_count >= 32
+
+
 def test_a_tenant_stays_within_its_cap_on_disk(two_tiers: Callable[..., Desk]) -> None:
     """A cap on disk bounds what is written there, the tenant's own oldest blocks go first."""
     desk = two_tiers(sections={"tenants": [{"name": "default", "disk_cap": f"{32 * BLOCK}B"}]})
