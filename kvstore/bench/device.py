@@ -76,7 +76,7 @@ class DeviceFile:
         """Groups of 32 MiB, 1 MiB a call, each group followed by fdatasync, on one thread."""
         for at in range(0, self._size, GROUP_BLOCKS * MIB):
             for i in range(min(GROUP_BLOCKS, (self._size - at) // MIB)):
-                os.pwritev(self._fd, [self._source[i * MIB : (i + 1) * MIB]], at + i * MIB)
+                os.pwritev(self._fd, [self._source[i * MIB : (i + 1) * MIB].data], at + i * MIB)
             os.fdatasync(self._fd)
 
     def read(self, threads: int, request_bytes: int) -> None:
@@ -85,7 +85,7 @@ class DeviceFile:
 
         def work() -> None:
             for at in iter(lambda: next(starts, None), None):
-                os.preadv(self._fd, [self._target[at : at + request_bytes]], at)
+                os.preadv(self._fd, [self._target[at : at + request_bytes].data], at)
 
         for done in [self._pool.submit(work) for _ in range(threads)]:
             done.result()

@@ -15,7 +15,6 @@ import numpy as np
 from kvstore.bench.subject import MIB, Subject
 from kvstore.core.clock import perf_seconds
 
-FLUSH_BYTES = 256 * MIB
 SEED = 77
 
 
@@ -27,14 +26,10 @@ class DiskLoad:
         self._blocks = blocks
         self._prompts = [self._subject.prompt(blocks) for _ in range(prompts)]
         self._turn = 0
-        rows, unwritten = np.empty((blocks, MIB), dtype=np.uint8), 0
+        rows = np.empty((blocks, MIB), dtype=np.uint8)
         for tokens in self._prompts:
             self._subject.put(tokens, self._subject.payloads(tokens, rows))
-            unwritten += blocks * MIB
-            if unwritten >= FLUSH_BYTES:
-                self._subject.client.admin.flush()
-                unwritten = 0
-        self._subject.client.admin.flush()
+            self._subject.client.admin.flush()
         self._subject.wait_mapped()
 
     def run(self, seconds: float) -> str:

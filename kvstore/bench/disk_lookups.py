@@ -32,9 +32,10 @@ def measure_lookups(daemon: OwnDaemon, pool_bytes: int, quick: bool) -> dict[str
     try:
         filler = Filler(subject)
         filler.fill(HOT_BLOCKS)
+        subject.client.admin.flush()
         with Load(daemon.target, prompts) as load:
             looker = _Looker(subject, filler.sample(HOT_PROMPTS, PROMPT_BLOCKS))
-            looker.bring_in()
+            looker.hold()
             actions = {
                 "lookup_p99": lambda: looker.window(seconds),
                 "lookup_p99_under_load": lambda: load.window(looker, seconds),
@@ -59,16 +60,18 @@ class _Looker:
     def __init__(self, subject: Subject, prompts: list[np.ndarray]) -> None:
         self._subject, self._prompts = subject, prompts
         self._turn = itertools.cycle(prompts)
+        self._held: list[Any] = []
         self._medians: dict[bool, list[float]] = {False: [], True: []}
 
     def median(self, loaded: bool) -> float:
         return float(np.median(self._medians[loaded]))
 
-    def bring_in(self) -> None:
-        """Has in host what the other client's blocks drove out of it; lookups keep it there."""
+    def hold(self) -> None:
+        """Has the prompts in host, and leased: the other client's blocks drive nothing out."""
         for tokens in self._prompts:
-            with self._subject.space.lookup(tokens) as match:
-                self._subject.space.restore(match)
+            match = self._subject.space.lookup(tokens)
+            self._subject.space.restore(match)
+            self._held.append(match)
 
     def window(self, seconds: float, loaded: bool = False) -> float:
         """99 % of the lookups of so many seconds take no longer than the answer."""
