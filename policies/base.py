@@ -106,6 +106,9 @@ class Context:
     def loss(self, run: Run, tier: int) -> float:
         """Seconds lost when the last READY block of `run` leaves `tier`."""
         space, position = run.root.space, run.first + run.ready - 1
+        if self.worth.is_plain and not run.resident >> COUNTER_BITS * (tier + 1):
+            first, slope = self.worth.line(space)
+            return first + slope * position
         below, resident = tier + 1, run.resident >> COUNTER_BITS * (tier + 1)
         if not resident:
             return self.worth.loss(space, position, tier, None)

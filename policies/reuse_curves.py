@@ -39,17 +39,19 @@ def index_table(chances: np.ndarray) -> np.ndarray:
     From bin b on: the greatest, over end bins x, of N/D with N the chance to be reused by the end
     of x and D the expected wait until then or until the reuse, in the middle of a bin.
     """
-    best = np.zeros_like(chances)
-    alive = np.ones_like(chances)
-    gain, wait = np.zeros_like(chances), np.zeros_like(chances)
-    for ahead in range(BINS):
+    # Bins first: what is left of the rows at each step then lies together in memory.
+    chance = np.ascontiguousarray(chances.T)
+    stays, waits = 1 - chance, WIDTHS[:, None] * (1 - chance / 2)
+    gain, wait = chance.copy(), waits.copy()
+    alive, best, part = stays.copy(), chance / waits, np.empty_like(chance)
+    for ahead in range(1, BINS):
         starts = BINS - ahead
-        chance, left = chances[:, ahead:], alive[:, :starts]
-        gain[:, :starts] += left * chance
-        wait[:, :starts] += left * (WIDTHS[ahead:] * (1 - chance / 2))
-        left *= 1 - chance
-        np.maximum(best[:, :starts], gain[:, :starts] / wait[:, :starts], out=best[:, :starts])
-    return best
+        left, some, sums, times = alive[:starts], part[:starts], gain[:starts], wait[:starts]
+        sums += np.multiply(left, chance[ahead:], out=some)
+        times += np.multiply(left, waits[ahead:], out=some)
+        left *= stays[ahead:]
+        np.maximum(best[:starts], np.divide(sums, times, out=some), out=best[:starts])
+    return np.ascontiguousarray(best.T)
 
 
 def grid_step(multiplier: float, log: float) -> int:

@@ -17,6 +17,7 @@ class Worth:
     """
 
     def __init__(self) -> None:
+        self.is_plain = True  # No tier's restores cost anything.
         self._default = (TOKEN_SECONDS, PAIR_SECONDS)
         self._lines: dict[bytes, tuple[float, float]] = {}
         self._rates: dict[bytes, tuple[float, float]] = {}
@@ -37,6 +38,7 @@ class Worth:
 
     def set_restore(self, tier: int, latency_seconds: float, byte_seconds: float) -> None:
         """Getting a block back from `tier` takes so long; without, it takes no time."""
+        self.is_plain = False
         self._restores[tier] = (latency_seconds, byte_seconds)
 
     def line(self, space: Space) -> tuple[float, float]:
