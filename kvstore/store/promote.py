@@ -38,11 +38,12 @@ class Begun(NamedTuple):
 class Piece:
     """Blocks [first, first + count) of a chain, being read together.
 
-    `sources` and `targets` are places [block][shard]; `expected` are checksums in that order.
+    `sources` and `targets` are places [block][shard]; `expected` are checksums in that order. `keys`
+    are those of its blocks, behind that of the block before them.
     """
 
     __slots__ = (
-        "anchor", "epoch", "expected", "first", "heard", "reader", "sources", "targets"
+        "anchor", "epoch", "expected", "first", "heard", "keys", "reader", "sources", "targets"
     )  # fmt: skip
 
     def __init__(self, first: int, epoch: int, sources: np.ndarray, targets: np.ndarray) -> None:
@@ -54,6 +55,7 @@ class Piece:
         self.targets = targets
         self.heard: list[Heard] = []
         self.expected: list[bytes] = []
+        self.keys: list[bytes] = []
 
     @property
     def count(self) -> int:
@@ -118,6 +120,7 @@ class Promoter:
         step = max(1, min(PIECE_BYTES // (space.block_bytes * space.shard_count), PIECE_BLOCKS))
         targets = np.array(slots[: count * space.shard_count], np.int64)
         targets = targets.reshape(count, space.shard_count)
+        keys = self._keys(run, start, end)
         for at in range(start, end, step):
             past = min(at + step, end)
             piece = Piece(
@@ -126,6 +129,7 @@ class Promoter:
                 index.places_grid(run, at, past)[:, DISK].copy(),
                 targets[at - start : past - start],
             )
+            piece.keys = keys[at - start : past - start + 1]
             if not self._submit(piece, run, at, session):
                 self._parts.retired[HOST].retire(targets[at - start :].ravel().tolist())
                 index.give_up_move(run, at, end, HOST)
@@ -135,6 +139,11 @@ class Promoter:
         if end < stop:
             return Begun(end, pieces, "room", "there is no room in the host tier")
         return Begun(end, pieces)
+
+    def _keys(self, run: Run, start: int, stop: int) -> list[bytes]:
+        """Keys of the blocks [start, stop), behind that of the block before them."""
+        before = self._parts.index.key_before(run, start)
+        return [before, *chain_keys(before, [run.symbol(i) for i in range(start, stop)])]
 
     def _submit(self, piece: Piece, run: Run, at: int, session: int) -> bool:
         parts, space = self._parts, run.root.space
@@ -225,10 +234,9 @@ class Promoter:
         parts, (run, start, _) = self._parts, span
         space, shards = run.root.space, run.root.space.shard_count
         targets = piece.targets[at : at + count]
-        parent_key = parts.index.key_before(run, start)
         symbols = [run.symbol(i) for i in range(start, start + count)]
-        keys = chain_keys(parent_key, symbols)
-        parents = [parent_key, *keys]
+        parents = piece.keys[at : at + count + 1]
+        parent_key, *keys = parents
         blocks = [
             (
                 int(targets[n, shard]),
