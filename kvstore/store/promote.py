@@ -38,8 +38,8 @@ class Begun(NamedTuple):
 class Piece:
     """Blocks [first, first + count) of a chain, being read together.
 
-    `sources` and `targets` are places [block][shard]; `expected` are checksums in that order. `keys`
-    are those of its blocks, behind that of the block before them.
+    `sources` and `targets` are places [block][shard]; `expected` are checksums in that order.
+    `keys` are those of its blocks, behind that of the block before them.
     """
 
     __slots__ = (
