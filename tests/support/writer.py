@@ -1,6 +1,6 @@
 """A process that stores, looks up and checks until it is told to stop.
 
-    writer.py ADDRESS SEED [flush]
+    writer.py ADDRESS SEED [flush | flush fast]
 
 It says on its standard output what the daemon acknowledged: `ack FAMILY BLOCKS`, `hit BLOCKS`,
 and `WRONG ...` if a single byte was not as it should be. With `flush` it is alone in a space, asks
@@ -52,12 +52,12 @@ def say(text: str) -> None:
 class Writer:
     """What one process does: families of prompts that grow, and are looked up."""
 
-    def __init__(self, seed: int, flushes: bool) -> None:
+    def __init__(self, seed: int, flushes: bool, fast: bool) -> None:
         self.random = Random(seed)
         self.spec = spec_of(seed) if flushes else SPEC
         self.tagged = Tagged(self.spec)
         self.flushes = flushes
-        self.pause = FLUSH_PAUSE_SECONDS if flushes else PAUSE_SECONDS
+        self.pause = FLUSH_PAUSE_SECONDS if flushes and not fast else PAUSE_SECONDS
         self.longest = FLUSH_BLOCKS if flushes else BLOCKS_MAX
         count = FLUSH_FAMILIES if flushes else FAMILIES
         self.next_family = count
@@ -156,12 +156,13 @@ class Writer:
 
 
 def main() -> None:
-    address, seed, flushes = sys.argv[1], int(sys.argv[2]), "flush" in sys.argv[3:]
+    address, seed, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    flushes = "flush" in mode
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     # Of a busy machine nothing is asked but the right answer.
     with KVClient.connect(address, call_timeout_seconds=2.0 if flushes else 0.1) as client:
-        Writer(seed, flushes).run(client, stop)
+        Writer(seed, flushes, "fast" in mode).run(client, stop)
 
 
 if __name__ == "__main__":

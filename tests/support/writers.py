@@ -27,7 +27,7 @@ class WriterProcess:
         # Where PYTHONSAFEPATH is set a script does not see its own folder.
         environ = {**os.environ, "PYTHONPATH": str(script.parent)}
         self.process = subprocess.Popen(
-            [sys.executable, str(script), address, str(seed), mode],
+            [sys.executable, str(script), address, str(seed), *mode.split()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
         )  # fmt: skip
         self.acked: dict[int, int] = {}
