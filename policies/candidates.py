@@ -153,10 +153,11 @@ def _everywhere(timing: Timing, first: int) -> Iterator[Scored]:
         cut = Cut(start, low)
         lines = timing.lines(number, cut, -1)
         load_price, token_price = timing.load_price(cut), timing.token_prices[number]
-        places = {low, high, float(low + _crossing(timing, start, number, ready, lines))}
+        meeting = low + _crossing(timing, start, number, ready, lines)
         level = [*lines, (timing.wait, 0.0)]
-        places.update([low + corner for corner in corners(level, high - low)])
-        places.update(_flat(timing, number, lines))
+        found = [low + corner for corner in corners(level, high - low)]
+        found += [meeting - grid, meeting, *_flat(timing, number, lines)]
+        places: set[float] = {low, high, *[min(max(low, place), high) for place in found]}
         if timing.chunk:
             places.update(_whole_calls(places, start, timing.chunk))
         for resume in {edge for place in places for edge in around(place, low, high, grid)}:

@@ -166,13 +166,14 @@ def _best(timing: Timing, late: Timing) -> list[Alternative]:
     if matched:
         best.append(Alternative(LOAD_ALL, Cut(matched, matched), timing, late))
         limit = min(best[0].objective, best[1].objective)
-        if (prefix := best_prefix(timing, limit)) is not None:
+        shapes = timing.situation.shapes
+        prefix = best_prefix(timing, limit) if shapes else None
+        if prefix is not None:
             best.append(Alternative(PREFIX, prefix[1], timing, late))
             limit = prefix[0]
-        if SPLIT in timing.situation.shapes:
-            split = best_split(timing, limit)
-            if split is not None:
-                best.append(Alternative(SPLIT, split[1], timing, late))
+        split = best_split(timing, limit) if SPLIT in shapes else None
+        if split is not None:
+            best.append(Alternative(SPLIT, split[1], timing, late))
     return best
 
 

@@ -35,6 +35,10 @@ TARGETS = {
         "serving_seconds": ("<=", 10.0),
         "serving_seconds_after_kill": ("<=", 5.0),
     },
+    "decide": {
+        "share_slower_than_recompute": ("<=", 0.01),
+        "mean_regret_ratio": ("<=", 0.05),
+    },
 }
 HELP = {
     "restore": "Lookup and restore of 1 MiB blocks against a plain copy and an empty gRPC call.",
@@ -43,6 +47,7 @@ HELP = {
     "memory": "The daemon's memory for an indexed block.",
     "disk": "Restores from disk and flushes to it against plain direct reads and writes.",
     "start": "Seconds until a daemon with a million blocks on disk serves, also after kill -9.",
+    "decide": "Restore plans from learned costs against the best plans there are, simulated.",
 }
 path_option = click.option(
     "--path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
@@ -52,7 +57,15 @@ blocks_option = click.option(
     "--blocks", type=click.IntRange(min=640), metavar="N",
     help="Blocks on disk; a tenth of them for the start after a kill.",
 )  # fmt: skip
-OPTIONS = {"disk": [path_option], "start": [path_option, blocks_option]}
+seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+    help="Which engines, links and prompts are drawn.",
+)  # fmt: skip
+OPTIONS = {
+    "disk": [path_option],
+    "start": [path_option, blocks_option],
+    "decide": [seed_option],
+}
 
 
 @click.group(invoke_without_command=True)
@@ -60,9 +73,9 @@ OPTIONS = {"disk": [path_option], "start": [path_option, blocks_option]}
 @click.option("--quick", is_flag=True, help="A short run that shows it works; figures are rough.")
 @click.pass_context
 def command(context: click.Context, as_json: bool, quick: bool) -> None:
-    """Measure this store on this machine; without a name, all six, one after the other.
+    """Measure this store on this machine; without a name, all of it, one after the other.
 
-    Each benchmark starts a daemon of its own. Exit 1 if a byte that came back was wrong.
+    Each but `decide` starts a daemon of its own. Exit 1 if a byte that came back was wrong.
     """
     if context.invoked_subcommand is None:
         results = {}
@@ -76,11 +89,11 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
 
 
 def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
-    from kvstore.bench import disk, lookup, memory, put, restore, start
+    from kvstore.bench import decide, disk, lookup, memory, put, restore, start
 
     modules: dict[str, Any] = {
         "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
-        "start": start,
+        "start": start, "decide": decide,
     }  # fmt: skip
     return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 
