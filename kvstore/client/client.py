@@ -93,15 +93,21 @@ class KVClient:
         engine_id: str = "",
         plan_shapes: Sequence[str] = ("prefix",),
         overlap: str = "none",
+        engine_build: str = "",
+        device: str = "",
+        prefill_chunk_tokens: int = 0,
     ) -> Space:
         """Binds a spec and one of its shards.
 
         `plan_shapes` and `overlap` say what the engine can execute; ranks that give the same
-        `engine_id` share the leases of their requests.
+        `engine_id` share the leases of their requests. Measured costs are kept by model,
+        revision, `engine_build` and `device`; prompts are computed in calls of
+        `prefill_chunk_tokens`.
         """
         space = Space(
-            self._link, self._executor, spec, tenant, shard, engine_id, plan_shapes, overlap
-        )
+            self._link, self._executor, spec, tenant, shard, engine_id, plan_shapes, overlap,
+            engine_build, device, prefill_chunk_tokens,
+        )  # fmt: skip
         self._link.attach(space)
         self._link.start_background()
         return space

@@ -104,6 +104,9 @@ class Session:
             plan_shapes=space.plan_shapes,
             overlap=space.overlap,
             engine_id=space.engine_id,
+            engine_build=space.engine_build,
+            device=space.device,
+            prefill_chunk_tokens=space.prefill_chunk_tokens,
         )
         try:
             response, pools = self.transport.attach(request, timeout)

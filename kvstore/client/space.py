@@ -28,7 +28,8 @@ class Space:
 
     def __init__(
         self, link: Link, executor: Executor, spec: KVSpec, tenant: str, shard: int,
-        engine_id: str, plan_shapes: Sequence[str], overlap: str,
+        engine_id: str, plan_shapes: Sequence[str], overlap: str, engine_build: str = "",
+        device: str = "", prefill_chunk_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.tenant = tenant
@@ -36,6 +37,9 @@ class Space:
         self.engine_id = engine_id
         self.plan_shapes = tuple(plan_shapes)
         self.overlap = overlap
+        self.engine_build = engine_build
+        self.device = device
+        self.prefill_chunk_tokens = prefill_chunk_tokens
         self._link = link
         self._executor = executor
         self.attached: Attachment | None = None  # the latest, as long as its session lasts
@@ -303,10 +307,17 @@ class Space:
         )
         attachment.session.call("ReportStep", request, self._link.timeouts.call_seconds)
 
-    def report_transfer(self, link: str, transferred_bytes: int, seconds: float) -> None:
-        """Measured seconds of one of the engine's own copies over `link`, such as `host>hbm`."""
+    def report_transfer(
+        self, link: str, transferred_bytes: int, seconds: float, *, match: Match | None = None
+    ) -> None:
+        """Measured seconds of one of the engine's own copies over `link`, such as `host>hbm`.
+
+        With the `match` that it restored, the daemon can tell how good its prediction was.
+        """
         attachment = self._link.attachment(self)
         request = pb.ReportTransferRequest(
             attachment=attachment.number, link=link, bytes=transferred_bytes, seconds=seconds
         )
+        if match is not None and match.lease is not None:
+            request.lease_id = match.lease.id
         attachment.session.call("ReportTransfer", request, self._link.timeouts.call_seconds)

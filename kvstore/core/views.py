@@ -26,6 +26,25 @@ class TierView:
 
 
 @dataclass(frozen=True, slots=True)
+class CostView:
+    """A cost model now: of the forward calls of the engine's model `subject`, or of a link.
+
+    `predicted_seconds` are those of 8,192 tokens or of 1 GiB, as `unit` says; the ratios are
+    quantiles of measured over predicted seconds.
+    """
+
+    subject: str
+    device: str
+    unit: str
+    state: str
+    reason: str
+    sample_count: int
+    predicted_seconds: float
+    ratio_p50: float
+    ratio_p99: float
+
+
+@dataclass(frozen=True, slots=True)
 class StatusView:
     """The daemon now. `state` is starting, serving, draining or degraded, for `reason`."""
 
@@ -46,6 +65,7 @@ class StatusView:
     version: str
     pid: int
     uptime_seconds: float
+    costs: tuple[CostView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

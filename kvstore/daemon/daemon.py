@@ -144,6 +144,8 @@ class Daemon:
                     "took back %d blocks of an earlier daemon, dropped %d",
                     found.adopted_blocks, found.dropped_shards,
                 )  # fmt: skip
+        for note in self.store.parts.costs.notes:
+            _log.warning("%s", note)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -286,6 +288,8 @@ class Daemon:
         if hasattr(self, "_lane"):
             await self._lane.close()
             await self._grpc.stop(0.5)
+        if self.store is not None:
+            self.store.costs.save()
         if hasattr(self, "_mover"):
             await self._loop.run_in_executor(None, self._mover.close)
             await asyncio.sleep(0)

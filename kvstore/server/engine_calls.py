@@ -45,6 +45,9 @@ class EngineCalls:
             translate.plan_shapes(request.plan_shapes),
             translate.overlap(request.overlap),
             translate.text("engine_id", request.engine_id),
+            translate.text("engine_build", request.engine_build),
+            translate.text("device", request.device),
+            request.prefill_chunk_tokens,
         )
         space = attachment.space
         return pb.AttachResponse(
@@ -159,20 +162,25 @@ class EngineCalls:
         return _ABORTED
 
     def report_step(self, session: Session, request: pb.ReportStepRequest) -> pb.ReportStepResponse:
-        translate.attachment_of(session, request.attachment)
+        attachment = translate.attachment_of(session, request.attachment)
         translate.seconds("seconds", request.seconds)
-        translate.check_prefill(request.prefill)
+        prefill = translate.prefill(request.prefill)
         if request.clock not in CLOCKS:
             raise InvalidRequest(f"clock is {request.clock!r}; pass one of {', '.join(CLOCKS)}")
+        self._store.costs.report_step(
+            attachment, request.seconds, prefill, request.decode_tokens,
+            request.decode_context_tokens,
+        )  # fmt: skip
         return pb.ReportStepResponse()
 
     def report_transfer(
         self, session: Session, request: pb.ReportTransferRequest
     ) -> pb.ReportTransferResponse:
-        translate.attachment_of(session, request.attachment)
+        attachment = translate.attachment_of(session, request.attachment)
         translate.seconds("seconds", request.seconds)
         if not 0 < len(request.link) <= LINK_NAME_MAX:
             raise InvalidRequest("link is empty or too long; pass one such as 'host>hbm'")
+        self._store.costs.report_transfer(attachment, request.link, request.bytes, request.seconds)
         return pb.ReportTransferResponse()
 
 

@@ -13,6 +13,10 @@ _PLAIN_FIELDS = (
     "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count",
     "pin_count",
 )  # fmt: skip
+_COST_FIELDS = (
+    "subject", "device", "unit", "state", "reason", "sample_count", "predicted_seconds",
+    "ratio_p50", "ratio_p99",
+)  # fmt: skip
 _TIER_FIELDS = (
     "capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes",
     "prefaulted_bytes", "locked_bytes", "problem",
@@ -27,6 +31,10 @@ def status_response(view: StatusView, counters: Mapping[str, float]) -> pb.Statu
             for name, tier in view.tiers.items()
         },
         counters=counters,
+        costs=[
+            pb.CostStatus(**{field: getattr(cost, field) for field in _COST_FIELDS})
+            for cost in view.costs
+        ],
     )
 
 

@@ -270,10 +270,12 @@ def commit_runs(
     return runs
 
 
-def check_prefill(parts: Sequence[pb.PrefillPart]) -> None:
+def prefill(parts: Sequence[pb.PrefillPart]) -> list[tuple[int, int]]:
+    """(new, cached) tokens of each prompt in a step."""
     for part in parts:
         if not part.new_tokens:
             raise InvalidRequest("prefill.new_tokens is 0; leave empty parts out")
+    return [(part.new_tokens, part.cached_tokens) for part in parts]
 
 
 def lease_ids(ids: Sequence[int]) -> list[int]:

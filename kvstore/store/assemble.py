@@ -13,8 +13,10 @@ from kvstore.core.recorder import NO_RECORDER, Recorder
 from kvstore.mover import Mover
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
+from kvstore.store.costs import CostBook
 from kvstore.store.kvstore import KVStore
 from kvstore.store.leases import LeaseTable
+from kvstore.store.measured import MeasuredMover
 from kvstore.store.parts import DISK, HOST, EventSink, Parts, SpaceRecord
 from kvstore.store.retire import RetiredSlots
 from kvstore.tiers.base import AddressableTier, Tier
@@ -51,13 +53,14 @@ def assemble(
             slots.reader_ended(lease.id)
         recorder.lease_ended(reason)
 
+    costs = CostBook(config.tiers.disk.path)
     parts = Parts(
         config=config,
         clock=clock,
         index=index,
         residency=residency,
         tiers=tiers,
-        mover=mover,
+        mover=MeasuredMover(mover, clock, costs),
         events=events,
         recorder=recorder,
         record=record,
@@ -65,6 +68,7 @@ def assemble(
         next_id=lambda: next(ids),
         leases=LeaseTable(clock, config.limits.lease_ttl_seconds, lambda: next(ids), lease_ended),
         retired=retired,
+        costs=costs,
     )
     _set_quotas(residency, config.tenants, disk is not None)
     return KVStore(parts, boot_id)

@@ -32,15 +32,16 @@ from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec, space_id
 from kvstore.core.views import StatusView
 from kvstore.mover import RECORD_LINK, Job, Moved
-from kvstore.policies.index import Span
 from kvstore.store.commit import CommitFlow
+from kvstore.store.costs import CostKeeper
 from kvstore.store.demote import begin_conveyors
 from kvstore.store.evict import Remover
 from kvstore.store.flush import FlushFlow
+from kvstore.store.integrity import check_integrity
 from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.operators import OperatorCalls
-from kvstore.store.parts import DISK, HOST, Parts
+from kvstore.store.parts import Parts
 from kvstore.store.promote import Promoter
 from kvstore.store.publish import Publisher
 from kvstore.store.relocate import Relocator
@@ -66,6 +67,7 @@ class KVStore(OperatorCalls):
         super().__init__(parts, remover, Verifier(parts, remover))
         self.boot_id = boot_id
         self.started = parts.clock.now()
+        self.costs = CostKeeper(parts)
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
         room = HostRoom(parts, self.remover, Relocator(parts, self.remover))
@@ -153,6 +155,9 @@ class KVStore(OperatorCalls):
         plan_shapes: tuple[str, ...] = ("prefix",),
         overlap: str = "none",
         engine_id: str = "",
+        engine_build: str = "",
+        device: str = "",
+        prefill_chunk_tokens: int = 0,
     ) -> Attachment:
         """Binds a spec and shard to the session; the space is made when it is new."""
         if tenant not in session.tenants:
@@ -169,8 +174,9 @@ class KVStore(OperatorCalls):
             key = (session.identity.uid, session.identity.certificate, tenant, engine_id)
         engine = join_engine(self.parts.engines, key, session)
         attachment = Attachment(
-            session.next_attachment, session, space, shard, engine, plan_shapes, overlap
-        )
+            session.next_attachment, session, space, shard, engine, plan_shapes, overlap,
+            engine_build, device, prefill_chunk_tokens,
+        )  # fmt: skip
         session.attachments[attachment.number] = attachment
         session.next_attachment += 1
         return attachment
@@ -348,42 +354,14 @@ class KVStore(OperatorCalls):
                 self._remember(space)
         self.promoter.tick()
         self.behind.tick(now)
+        self.costs.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:
                 self.close_session(session, "silent")
 
     def check_integrity(self) -> None:
         """Recounts everything everywhere; raises AssertionError. For tests and doubts."""
-        parts = self.parts
-        parts.leases.flush()
-        parts.index.check_integrity()
-        parts.residency.check_integrity()
-        for tier in parts.tiers:
-            tier.check_integrity()
-        parts.leases.check_integrity()
-        self.reservations.check_integrity()
-        self._check_slots()
-
-    def _check_slots(self) -> None:
-        """Every slot in use belongs to a block, or to a put under way."""
-        parts = self.parts
-        if parts.readers or any(s.symbol_bytes_max > s.slot_bytes for s in parts.spaces.values()):
-            return  # slots that blocks are moved to, or that are larger than their payload
-        used = self.reservations.slot_bytes() + sum(
-            run.root.space.slot_bytes * int((parts.index.places([span], HOST, shard) >= 0).sum())
-            for run in parts.index.runs()
-            for span in [Span(run, 0, run.count)]
-            for shard in range(run.root.space.shard_count)
-        )
-        assert used == parts.host.usage().used_bytes, "slots are in use that nobody knows"
-        self._check_disk_slots()
-
-    def _check_disk_slots(self) -> None:
-        """On disk every slot in use belongs to a block."""
-        parts = self.parts
-        if parts.disk is not None:
-            slots = sum(run.resident_in(DISK) for run in parts.index.runs())
-            assert slots == parts.disk.usage().block_count, "disk slots that nobody knows"
+        check_integrity(self)
 
     def _lost(self, owner: int) -> None:
         """Blocks of a reservation or pin are gone."""

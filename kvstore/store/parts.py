@@ -14,6 +14,7 @@ from kvstore.core.space import Space
 from kvstore.mover import Mover
 from kvstore.policies.index import Anchor, PrefixIndex, Span
 from kvstore.policies.residency import Residency
+from kvstore.store.costs import CostBook
 from kvstore.store.leases import LeaseTable
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Engine, Session
@@ -60,6 +61,12 @@ class SpaceRecord(Protocol):
         """Blocks of these spaces written until now never come back: of all of them, or none."""
         ...
 
+    def save_costs(self, raw: bytes) -> None: ...
+
+    def saved_costs(self) -> bytes | None:
+        """What `save_costs` was last given, in an earlier life too."""
+        ...
+
 
 @dataclass(slots=True)
 class Parts:
@@ -92,6 +99,7 @@ class Parts:
     checksums: dict[int, bytes] = field(default_factory=dict)
     readers: set[int] = field(default_factory=set)
     remains: dict[int, Anchor] = field(default_factory=dict)
+    costs: CostBook = field(default_factory=CostBook)
     draining: bool = False
     readopted_blocks: int = 0
 

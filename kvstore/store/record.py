@@ -16,7 +16,7 @@ from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec
 from kvstore.tiers.epochs import EpochsFile, begin_with
 
-SPACES_NAME = "spaces.json"
+SPACES_NAME, COSTS_NAME = "spaces.json", "costs.json"
 
 
 class KnownSpace(msgspec.Struct, frozen=True):
@@ -46,6 +46,12 @@ class MemoryRecord:
 
     def mark_cleared(self, spaces: list[Space]) -> None:
         pass
+
+    def save_costs(self, raw: bytes) -> None:
+        pass
+
+    def saved_costs(self) -> bytes | None:
+        return None
 
 
 class FileRecord:
@@ -88,6 +94,15 @@ class FileRecord:
     def mark_cleared(self, spaces: list[Space]) -> None:
         self._epochs.clear([space.id for space in spaces], self._generation_now())
 
+    def save_costs(self, raw: bytes) -> None:
+        _replace(self._path.with_name(COSTS_NAME), raw)
+
+    def saved_costs(self) -> bytes | None:
+        try:
+            return self._path.with_name(COSTS_NAME).read_bytes()
+        except OSError:
+            return None  # nothing was measured yet, or it is measured anew
+
     def _write(self, known: list[KnownSpace]) -> None:
         _write_spaces(self._path, known)
         self.known = known
@@ -111,16 +126,25 @@ def move_record(disk: Path, host: Path | None, first: bool) -> EpochsFile:
         if more:
             _write_spaces(disk / SPACES_NAME, [*known, *more])
         old.unlink(missing_ok=True)
+    costs = host / COSTS_NAME
+    if costs.exists():
+        if not (disk / COSTS_NAME).exists():
+            _replace(disk / COSTS_NAME, costs.read_bytes())
+        costs.unlink(missing_ok=True)
     return epochs
 
 
 def _write_spaces(path: Path, known: list[KnownSpace]) -> None:
-    """Replaces the file whole: a reader sees the old list or the new one."""
+    _replace(path, msgspec.json.encode(known))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replaces the file whole: a reader sees the old one or the new one."""
     temporary = path.with_suffix(".new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(known))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -10,6 +10,7 @@ from typing import Any
 from kvstore.core.lease import Lease
 from kvstore.core.space import Space
 from kvstore.core.spec import root_digest
+from kvstore.policies.cost import RecomputeIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,21 @@ class Attachment:
     engine: Engine
     plan_shapes: tuple[str, ...] = ("prefix",)
     overlap: str = "none"
+    engine_build: str = ""
+    device: str = ""
+    prefill_chunk_tokens: int = 0
+
+    @cached_property
+    def recompute_identity(self) -> RecomputeIdentity:
+        """What this engine's forward calls are measured as."""
+        spec = self.space.spec
+        return RecomputeIdentity(
+            spec.model, spec.revision, self.engine_build, self.device, spec.shard_count
+        )
+
+    @cached_property
+    def shapes(self) -> frozenset[str]:
+        return frozenset(self.plan_shapes)
 
     @cached_property
     def _plain_root(self) -> bytes:

@@ -45,6 +45,7 @@ def status_view(store: KVStore) -> StatusView:
         version=kvstore.__version__,
         pid=os.getpid(),
         uptime_seconds=parts.clock.now() - store.started,
+        costs=tuple(parts.costs.views()),
     )
 
 

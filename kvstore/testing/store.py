@@ -194,6 +194,8 @@ class InProcessStore:
         for client in self.clients:
             client.close()
         with self.lock:
+            if self.life > 0:
+                self.kv.costs.save()
             self.life = -1
             self._mover.close()
             if self._owns_tier:

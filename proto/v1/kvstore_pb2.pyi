@@ -151,20 +151,26 @@ class KVSpec(_message.Message):
     def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., num_layers: _Optional[int] = ..., layer_first: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_factor: _Optional[int] = ..., layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., attention: _Optional[_Mapping[str, str]] = ..., shard_count: _Optional[int] = ..., pp_size: _Optional[int] = ..., group: _Optional[str] = ..., kv_format: _Optional[str] = ..., key_mode: _Optional[str] = ..., hash_algorithm: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("spec", "tenant", "shard", "plan_shapes", "overlap", "engine_id")
+    __slots__ = ("spec", "tenant", "shard", "plan_shapes", "overlap", "engine_id", "engine_build", "device", "prefill_chunk_tokens")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PLAN_SHAPES_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_BUILD_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     spec: KVSpec
     tenant: str
     shard: int
     plan_shapes: _containers.RepeatedScalarFieldContainer[str]
     overlap: str
     engine_id: str
-    def __init__(self, spec: _Optional[_Union[KVSpec, _Mapping]] = ..., tenant: _Optional[str] = ..., shard: _Optional[int] = ..., plan_shapes: _Optional[_Iterable[str]] = ..., overlap: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
+    engine_build: str
+    device: str
+    prefill_chunk_tokens: int
+    def __init__(self, spec: _Optional[_Union[KVSpec, _Mapping]] = ..., tenant: _Optional[str] = ..., shard: _Optional[int] = ..., plan_shapes: _Optional[_Iterable[str]] = ..., overlap: _Optional[str] = ..., engine_id: _Optional[str] = ..., engine_build: _Optional[str] = ..., device: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("attachment", "space_id", "epoch", "block_bytes", "slot_bytes", "pools")
@@ -537,16 +543,18 @@ class ReportStepResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportTransferRequest(_message.Message):
-    __slots__ = ("attachment", "link", "bytes", "seconds")
+    __slots__ = ("attachment", "link", "bytes", "seconds", "lease_id")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     link: str
     bytes: int
     seconds: float
-    def __init__(self, attachment: _Optional[int] = ..., link: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, attachment: _Optional[int] = ..., link: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class ReportTransferResponse(_message.Message):
     __slots__ = ()
@@ -621,7 +629,7 @@ class StatusRequest(_message.Message):
     def __init__(self, with_spaces: _Optional[bool] = ..., with_tenants: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("state", "reason", "tiers", "session_count", "lease_count", "space_count", "policy", "version", "pid", "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count", "spaces", "tenants", "counters", "pin_count")
+    __slots__ = ("state", "reason", "tiers", "session_count", "lease_count", "space_count", "policy", "version", "pid", "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count", "spaces", "tenants", "counters", "pin_count", "costs")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -654,6 +662,7 @@ class StatusResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PIN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     tiers: _containers.MessageMap[str, TierStatus]
@@ -672,7 +681,30 @@ class StatusResponse(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
     counters: _containers.ScalarMap[str, float]
     pin_count: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Mapping[str, TierStatus]] = ..., session_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., space_count: _Optional[int] = ..., policy: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., block_count: _Optional[int] = ..., readopted_blocks: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reservation_count: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pin_count: _Optional[int] = ...) -> None: ...
+    costs: _containers.RepeatedCompositeFieldContainer[CostStatus]
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Mapping[str, TierStatus]] = ..., session_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., space_count: _Optional[int] = ..., policy: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., block_count: _Optional[int] = ..., readopted_blocks: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reservation_count: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pin_count: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[CostStatus, _Mapping]]] = ...) -> None: ...
+
+class CostStatus(_message.Message):
+    __slots__ = ("subject", "device", "state", "reason", "sample_count", "predicted_seconds", "unit", "ratio_p50", "ratio_p99")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    RATIO_P50_FIELD_NUMBER: _ClassVar[int]
+    RATIO_P99_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    device: str
+    state: str
+    reason: str
+    sample_count: int
+    predicted_seconds: float
+    unit: str
+    ratio_p50: float
+    ratio_p99: float
+    def __init__(self, subject: _Optional[str] = ..., device: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., sample_count: _Optional[int] = ..., predicted_seconds: _Optional[float] = ..., unit: _Optional[str] = ..., ratio_p50: _Optional[float] = ..., ratio_p99: _Optional[float] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes", "prefaulted_bytes", "locked_bytes", "problem")
@@ -859,10 +891,12 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., block_key: _Optional[bytes] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "document")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    document: bytes
+    def __init__(self, text: _Optional[str] = ..., document: _Optional[bytes] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("space_id",)

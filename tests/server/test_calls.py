@@ -125,7 +125,7 @@ def test_external_keys(peer: Any) -> None:
 
 
 def test_measurements_are_accepted(engine: Any) -> None:
-    """ReportStep and ReportTransfer are checked and accepted, though nothing uses them yet."""
+    """ReportStep and ReportTransfer are checked, and show in the costs of Status."""
     step = pb.ReportStepRequest(
         attachment=engine.number, seconds=0.1, clock="device",
         prefill=[pb.PrefillPart(new_tokens=5)],
@@ -135,6 +135,10 @@ def test_measurements_are_accepted(engine: Any) -> None:
         attachment=engine.number, link="host>hbm", bytes=5, seconds=0.1
     )
     engine.peer.call("ReportTransfer", transfer)
+    costs = engine.peer.call("Status", pb.StatusRequest()).costs
+    assert {(cost.subject, cost.unit) for cost in costs} == {("m", "tokens"), ("host>hbm", "bytes")}
+    assert {(cost.state, cost.sample_count) for cost in costs} == {("prior", 1)}
+    assert all(cost.predicted_seconds > 0 and cost.reason for cost in costs)
 
 
 def test_status_and_spaces(engine: Any) -> None:

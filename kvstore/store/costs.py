@@ -1,0 +1,259 @@
+"""Costs: what engines and links were measured to cost, and the file that keeps it.
+
+Models are of what they were measured on. One that was saved waits until its engine or link turns
+up again under the same identity; measurements of anything else begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from kvstore.core.errors import InvalidRequest, KVStoreError, LimitReached
+from kvstore.core.views import CostView
+from kvstore.mover import DISK_LINKS, LINKS, READ_LINK, RECORD_LINK, WRITE_LINK, Job, Moved
+from kvstore.policies.cost import (
+    P50,
+    P99,
+    LinkCost,
+    LinkIdentity,
+    MeasuredModel,
+    PathModel,
+    RecomputeIdentity,
+    RecomputeModel,
+)
+from kvstore.store.sessions import Attachment
+
+SAMPLES_MIN = 8  # measurements before a model decides anything
+MODELS_MAX = 64  # of engines, and of links; each takes a few KiB and is written down whole
+SAVE_SECONDS = 60.0
+VERSION = 1
+OWN_LINKS = frozenset((*LINKS, *DISK_LINKS))
+UPWARD = "host>"  # names of links over which an engine takes restored blocks in begin so
+# What `kvstore status` predicts for each model.
+SHOWN_TOKENS, SHOWN_BYTES = 8192, 1 << 30
+
+# Believed until measured: an NVMe disk read, one written, and a copy over 16 lanes of PCIe 4.
+PRIORS = {READ_LINK: LinkCost.of(100e-6, 2e9), WRITE_LINK: LinkCost.of(1e-3, 1e9)}
+ENGINE_PRIOR = LinkCost.of(20e-6, 20e9)
+
+
+class CostBook:
+    """The models, by identity. `disk` names the disk that the daemon's own links lead to."""
+
+    def __init__(self, disk: str = "") -> None:
+        self.notes: list[str] = []
+        self.changed = False
+        self._engines: dict[RecomputeIdentity, RecomputeModel] = {}
+        self._links: dict[LinkIdentity, PathModel] = {}
+        self._upward: dict[str, PathModel] = {}  # by the engine's device
+        self._saved: dict[tuple[Any, ...], Any] = {}  # of what has not turned up yet
+        self._written: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self.read_link = LinkIdentity(READ_LINK, disk)
+        self.write_link = LinkIdentity(WRITE_LINK, disk)
+
+    # ---- Measurements ----
+
+    def observe_step(
+        self, identity: RecomputeIdentity, seconds: float, prefill: Sequence[tuple[int, int]],
+        decode_tokens: int = 0, decode_context_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """One step of an engine; what can be none changes nothing but a count of the model."""
+        model = self.engine(identity)
+        if model is None:
+            self._check_room(self._engines, "engines")
+            model = self._engines[identity] = RecomputeModel(identity)
+        if model.observe(seconds, prefill, decode_tokens, decode_context_tokens):
+            self.changed = True
+
+    def observe_transfer(
+        self, identity: LinkIdentity, seconds: float, byte_count: int, queued_bytes: int = 0
+    ) -> None:
+        """One transfer over a link, from when it was asked for until it was there."""
+        model = self.link(identity)
+        if model is None:
+            self._check_room(self._links, "links")
+            model = PathModel(identity, PRIORS.get(identity.link, ENGINE_PRIOR))
+            self._add_link(model)
+        if model.observe(seconds, byte_count, queued_bytes):
+            self.changed = True
+
+    def _check_room(self, models: Any, what: str) -> None:
+        if len(models) >= MODELS_MAX:
+            raise LimitReached(
+                f"costs of {MODELS_MAX} {what} are measured already; give them fewer identities"
+            )
+
+    def _add_link(self, model: PathModel) -> None:
+        identity = model.identity
+        assert isinstance(identity, LinkIdentity)
+        self._links[identity] = model
+        if identity.link not in OWN_LINKS and identity.link.startswith(UPWARD):
+            self._upward[identity.device] = model
+
+    # ---- Models ----
+
+    def engine(self, identity: RecomputeIdentity) -> RecomputeModel | None:
+        """An engine's model; None while nothing is known of it."""
+        model = self._engines.get(identity)
+        if model is None and identity in self._saved:
+            model = RecomputeModel(identity)
+            if self._take_over(model):
+                self._engines[identity] = model
+                return model
+            return None
+        return model
+
+    def link(self, identity: LinkIdentity) -> PathModel | None:
+        model = self._links.get(identity)
+        if model is None and identity in self._saved:
+            model = PathModel(identity, PRIORS.get(identity.link, ENGINE_PRIOR))
+            if self._take_over(model):
+                self._add_link(model)
+                return model
+            return None
+        return model
+
+    def upward(self, device: str) -> PathModel | None:
+        """The link over which engines on `device` take blocks in; None if none ever told."""
+        return self._upward.get(device)
+
+    def _take_over(self, model: MeasuredModel) -> bool:
+        if model.load(self._saved.pop(tuple(model.identity))):
+            return True
+        self.notes.append(f"costs of {model.identity}: {model.unread}; measured anew")
+        return False
+
+    def __iter__(self) -> Iterator[RecomputeModel | PathModel]:
+        yield from self._engines.values()
+        yield from self._links.values()
+
+    def views(self) -> list[CostView]:
+        """The models as status shows them, with what they predict."""
+        return [_view(model) for model in self]
+
+    # ---- The file ----
+
+    def dump(self) -> bytes:
+        """All models as JSON, those that have not turned up since the start included."""
+        models: list[Any] = list(self._saved.values())
+        for model in self:
+            key = tuple(model.identity)
+            known = self._written.get(key)
+            if known is None or known[0] != model.sample_count:
+                known = self._written[key] = (model.sample_count, model.dump())
+            models.append(known[1])
+        return msgspec.json.encode({"version": VERSION, "models": models})
+
+    def load(self, raw: bytes | None) -> None:
+        """Takes over what `dump` made; anything else leaves everything unmeasured, with a note."""
+        if raw is None:
+            return
+        try:
+            saved = msgspec.json.decode(raw)
+            if saved["version"] != VERSION:
+                raise ValueError
+            found = {_identity(each["identity"]): each for each in saved["models"]}
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            self.notes.append("the saved costs are damaged; they are measured anew")
+            return
+        self._saved = dict(list(found.items())[-2 * MODELS_MAX :])
+        for key in list(self._saved):
+            if len(key) != len(LinkIdentity._fields):
+                continue
+            identity = LinkIdentity(*key)
+            own = {self.read_link.link: self.read_link, self.write_link.link: self.write_link}
+            expected = own.get(identity.link)
+            if expected is not None and identity != expected:
+                self.notes.append(
+                    f"the saved costs of {identity.link} are of {identity.device!r}, not of "
+                    f"{expected.device!r}; they are measured anew"
+                )
+                del self._saved[key]
+            else:
+                self.link(identity)
+
+
+def _identity(saved: Any) -> tuple[Any, ...]:
+    """The identity of a saved model as a key; raises ValueError for what is none."""
+    key = tuple(saved)
+    kinds = [str] * len(LinkIdentity._fields)
+    if len(key) == len(RecomputeIdentity._fields):
+        kinds = [str, str, str, str, int]
+    if len(key) != len(kinds) or not all(map(isinstance, key, kinds)):
+        raise ValueError
+    return key
+
+
+def _view(model: RecomputeModel | PathModel) -> CostView:
+    if isinstance(model, RecomputeModel):
+        seconds = model.seconds(SHOWN_TOKENS)
+        assert isinstance(model.identity, RecomputeIdentity)
+        subject, device, unit = model.identity.model, model.identity.device, "tokens"
+    else:
+        seconds = model.seconds(SHOWN_BYTES)
+        assert isinstance(model.identity, LinkIdentity)
+        subject, device, unit = model.identity.link, model.identity.device, "bytes"
+    state = model.state
+    return CostView(
+        subject, device, unit, state.name, state.reason, model.sample_count, seconds,
+        model.ratio(P50), model.ratio(P99),
+    )  # fmt: skip
+
+
+class CostKeeper:
+    """Writes the book down once a minute if it has changed, and when the daemon stops."""
+
+    def __init__(self, parts: Any) -> None:
+        self._parts = parts
+        self._due = parts.clock.now() + SAVE_SECONDS
+        parts.costs.load(parts.record.saved_costs())
+
+    def report_step(
+        self, attachment: Attachment, seconds: float, prefill: Sequence[tuple[int, int]],
+        decode_tokens: int = 0, decode_context_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """A step that an engine measured, of (new, cached) tokens of each prompt in it."""
+        self._parts.costs.observe_step(
+            attachment.recompute_identity, seconds, prefill, decode_tokens, decode_context_tokens
+        )
+
+    def report_transfer(
+        self, attachment: Attachment, link: str, byte_count: int, seconds: float
+    ) -> None:
+        """A copy that an engine measured, over a link of its own."""
+        if link in OWN_LINKS:
+            raise InvalidRequest(
+                f"link is {link!r}, which the daemon measures itself; pass one of the engine's, "
+                "such as 'host>hbm'"
+            )
+        self._parts.costs.observe_transfer(
+            LinkIdentity(link, attachment.device), seconds, byte_count
+        )
+
+    def tick(self, now: float) -> None:
+        if now >= self._due:
+            self._due = now + SAVE_SECONDS
+            self.save()
+
+    def save(self) -> None:
+        """Writes what has changed: at once, or on a worker where the record is slow."""
+        parts, book = self._parts, self._parts.costs
+        if not book.changed:
+            return
+        raw, record = book.dump(), parts.record
+        book.changed = False
+        if not record.durable_slow:
+            try:
+                record.save_costs(raw)
+            except KVStoreError:
+                book.changed = True  # again in a minute
+            return
+
+        def done(moved: Moved) -> None:
+            book.changed = book.changed or moved.error is not None
+
+        job = Job(RECORD_LINK, "", 0, 0, lambda: record.save_costs(raw), done)
+        book.changed = not parts.mover.submit(job)

@@ -1,0 +1,53 @@
+"""`MeasuredMover`: a mover whose transfers to and from disk teach the cost book."""
+
+from __future__ import annotations
+
+from kvstore.core.clock import Clock
+from kvstore.mover import READ_LINK, WRITE_LINK, Job, Moved, Mover
+from kvstore.store.costs import CostBook
+
+
+class MeasuredMover:
+    """Passes jobs on, and measures each from its submission until its owner hears of it.
+
+    So a measurement has everything in it that a restore waits for: the bytes queued ahead, the
+    worker, and the owner's own turn.
+    """
+
+    def __init__(self, mover: Mover, clock: Clock, book: CostBook) -> None:
+        self._mover = mover
+        self._clock = clock
+        self._book = book
+        self._identities = {READ_LINK: book.read_link, WRITE_LINK: book.write_link}
+
+    def submit(self, job: Job) -> bool:
+        identity = self._identities.get(job.link)
+        if identity is None or not job.byte_count:
+            return self._mover.submit(job)
+        queued, began, done = self._mover.queued_bytes(job.link), self._clock.now(), job.done
+
+        def heard(moved: Moved) -> None:
+            if is_whole(moved):
+                seconds = self._clock.now() - began
+                self._book.observe_transfer(identity, seconds, job.byte_count, queued)
+            done(moved)
+
+        job.done = heard
+        if self._mover.submit(job):
+            return True
+        job.done = done
+        return False
+
+    def queued_bytes(self, link: str) -> int:
+        return self._mover.queued_bytes(link)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+def is_whole(moved: Moved) -> bool:
+    """Whether all bytes moved: what failed half way says nothing about the time it takes."""
+    value = moved.value
+    if moved.error is not None or value is None:
+        return False
+    return not (isinstance(value, list) and None in value)
