@@ -66,22 +66,26 @@ def best_split(timing: Timing, limit: float) -> Scored | None:
     find = _meeting if timing.is_free and timing.situation.overlap == LAYERWISE else _everywhere
     best = None
     for number, (low, _, _, _) in enumerate(timing.layout.parts):
-        least = timing.ready(low) + timing.call.call_seconds + timing.tail
-        if least + timing.gpu_price * timing.tail >= limit:
+        ready = timing.ready(low)
+        least = ready + timing.call.call_seconds + (1.0 + timing.gpu_price) * timing.tail
+        if least >= limit:
             continue
-        for scored in find(timing, number):
+        for scored in find(timing, number, ready):
             if scored[0] < limit:
                 best, limit = scored, scored[0]
     return best
 
 
-def _meeting(timing: Timing, first: int) -> Iterator[Scored]:
+def _meeting(timing: Timing, first: int, ready: float) -> Iterator[Scored]:
     """Where compute meets load: one rises with every block computed, the other falls."""
     parts, matched, grid = timing.layout.parts, timing.matched, timing.situation.block_size
     start = parts[first][0]
-    ready = timing.ready(start)
     for number in range(first, len(parts)):
         low, high, _, _ = parts[number]
+        if high < matched:
+            rest = timing.load_seconds(Cut(start, high))
+            if ready + timing.middle(start, high) < rest:
+                continue
         lines = timing.lines(number, Cut(start, low), -1)
         moved = _crossing(timing, start, number, ready, lines)
         for resume in (low + moved, low + moved - grid):
@@ -101,7 +105,7 @@ def _crossing(timing: Timing, start: int, number: int, ready: float, lines: Sequ
     low, high, _, _ = timing.layout.parts[number]
     grid = timing.situation.block_size
     if timing.chunk and timing.chunk < high - start:
-        moved = _stepped_crossing(timing, low - start, high - start, start, ready, lines)
+        moved: float = _stepped_crossing(timing, low - start, high - start, start, ready, lines)
     else:
         moved = _smooth_crossing(timing, low - start, start, ready, lines)
     return min(math.ceil(moved / grid) * grid, high - low) if moved < high - low else high - low
@@ -143,11 +147,10 @@ def _stepped_crossing(
     return below * grid
 
 
-def _everywhere(timing: Timing, first: int) -> Iterator[Scored]:
+def _everywhere(timing: Timing, first: int, ready: float) -> Iterator[Scored]:
     """All places where an objective with prices, or without overlap, can be lowest."""
     parts, matched, grid = timing.layout.parts, timing.matched, timing.situation.block_size
     start = parts[first][0]
-    ready = timing.ready(start)
     for number in range(first, len(parts)):
         low, high, _, _ = parts[number]
         cut = Cut(start, low)

@@ -8,7 +8,6 @@ still coming.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -222,7 +221,8 @@ class Timing:
     def load_price(self, cut: Cut) -> float:
         if self.is_free:
             return 0.0
-        return sum(map(operator.mul, self.loaded(cut), self.token_prices))
+        prices = zip(self.loaded(cut), self.token_prices, strict=True)
+        return sum([tokens * token_price for tokens, token_price in prices])
 
     def objective(self, cut: Cut) -> float:
         return self.seconds(cut) + self.price(cut)

@@ -59,10 +59,12 @@ def run(quick: bool = False, seed: int = 0) -> dict[str, Any]:
     """Judges decisions in every combination of bandwidth, concurrency and plan shapes."""
     judged: list[Judged] = []
     cells: list[dict[str, Any]] = []
-    bandwidths, concurrents, count = BANDWIDTHS, CONCURRENT, JUDGED
-    if quick:
-        bandwidths, concurrents, count = QUICK_BANDWIDTHS, QUICK_CONCURRENT, QUICK_JUDGED
-    for bandwidth, concurrent, shapes in itertools.product(bandwidths, concurrents, SHAPES):
+    count = QUICK_JUDGED if quick else JUDGED
+    for bandwidth, concurrent, shapes in itertools.product(
+        QUICK_BANDWIDTHS if quick else BANDWIDTHS,
+        QUICK_CONCURRENT if quick else CONCURRENT,
+        SHAPES,
+    ):
         rng = random.Random(f"{seed}/{bandwidth}/{concurrent}/{len(shapes)}")
         bench = Bench(rng, World.draw(rng, bandwidth), concurrent, shapes)
         found = list(bench.decisions(WARM_UP + count))[WARM_UP:]

@@ -67,7 +67,9 @@ class World(NamedTuple):
         front = self._loads(situation, start, np.full_like(start, matched))
         split = np.maximum(front + self.compute(resume - start, start), loads)
         split = split + self.compute(np.full_like(start, new), np.full_like(start, matched))
-        return np.where(is_split, split, loads + self.compute(matched - start + new, start))
+        whole = loads + self.compute(matched - start + new, start)
+        seconds: np.ndarray = np.where(is_split, split, whole)
+        return seconds
 
     def _loads(self, situation: Situation, start: np.ndarray, resume: np.ndarray) -> np.ndarray:
         longest, low = np.zeros(len(start)), 0
