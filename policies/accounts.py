@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,14 +39,20 @@ class Accounts:
         self._tenants: dict[tuple[int, str], int] = {}
         self._spaces: dict[tuple[int, bytes], int] = {}
         self._quotas: dict[tuple[int, str], Quota] = {}
+        # Keys of a space's entries in these tables: they are written for every run that moves.
+        self._entries: dict[tuple[int, bytes], tuple[Any, dict[str, int], Any]] = {}
 
     def add(self, space: Space, tier: int, slots: int) -> None:
         """`slots` more (or fewer) are in use."""
         size = slots * space.slot_bytes
-        pool = (tier, pool_in(tier, space.pool))
-        _add(self._pools, pool, size)
-        _add(self._pool_tenants.setdefault(pool, {}), space.tenant, size)
-        _add(self._tenants, (tier, space.tenant), size)
+        entries = self._entries.get((tier, space.id))
+        if entries is None:
+            pool = (tier, pool_in(tier, space.pool))
+            tenants = self._pool_tenants.setdefault(pool, {})
+            entries = self._entries[tier, space.id] = (pool, tenants, (tier, space.tenant))
+        _add(self._pools, entries[0], size)
+        _add(entries[1], space.tenant, size)
+        _add(self._tenants, entries[2], size)
         _add(self._spaces, (tier, space.id), size)
 
     def used(self, tier: int, pool: str | None = None) -> int:
@@ -114,8 +120,8 @@ class Accounts:
 
 def _add(table: dict, key: object, size: int) -> None:  # type: ignore[type-arg]
     left = table.get(key, 0) + size
-    assert left >= 0, "more bytes were freed than were in use"
-    if left:
+    if left > 0:
         table[key] = left
-    else:
-        table.pop(key, None)
+        return
+    assert left == 0, "more bytes were freed than were in use"
+    table.pop(key, None)

@@ -332,16 +332,17 @@ class Tree(Counters):
         return removed
 
     def _bury(self, run: Run, removed: Removed) -> None:
-        space, shards = run.root.space, run.root.space.shard_count
-        ready = run.ready
-        blob = place_bytes(run, 0, run.count, stride_of(run, self.tier_count))
-        cells = np.frombuffer(blob, np.int64).reshape(-1, self.tier_count, shards)
+        space, ready = run.root.space, run.ready
+        blob = run.places
+        if run.staging is not None:
+            blob = place_bytes(run, 0, run.count, stride_of(run, self.tier_count))
+        cells = np.frombuffer(blob, np.int64).reshape(-1, self.tier_count, space.shard_count)
         if ready:
             removed.spans.append(Span(run, 0, ready))
-            removed.grids.append(cells[:ready])
+            removed.grids.append(cells if run.staging is None else cells[:ready])
         if self.tier_count == 1 and run.staging is None:
             # In the only tier there is, every READY block has its places.
-            removed.places[0].extend(cells.ravel().tolist())
+            removed.places[0].extend(memoryview(blob).cast("q"))
             self.listener.on_slots(space, 0, -cells.size)
         else:
             self._bury_places(space, cells, removed)
