@@ -24,6 +24,7 @@ VERBS = {
     "demo": ("kvstore.cli.demo:command", "Replay a shipped trace, with a kill in the middle."),
     "replay": ("kvstore.cli.replay:command", "Replay a prefix trace with real, verified bytes."),
     "simulate": ("kvstore.cli.simulate:command", "Try policies and tier sizes on a trace."),
+    "tune": ("kvstore.cli.tune:command", "Recommend tier sizes and a policy for a trace."),
     "trace": ("kvstore.cli.trace:command", "Inspect, convert and make prefix traces."),
     "estimate": ("kvstore.cli.estimate:command", "KV bytes and roofline of a model."),
     "policy": ("kvstore.cli.policy:command", "Show or set which blocks leave first."),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvstore.replay.bounds import Optimum
 from kvstore.replay.simulate import BASELINE, Bench, Cell, Setup, with_gaps
 
 _BENCH: list[Bench] = []
+
+
+class Work(Protocol):
+    """Something that a worker process can be sent, and does with its bench."""
+
+    def run(self, bench: Bench) -> Any: ...
 
 
 class Task(NamedTuple):
@@ -31,8 +36,49 @@ def _start(setup: Setup) -> None:
     _BENCH.append(Bench(setup))
 
 
-def _work(task: Task) -> Any:
-    return task.run(_BENCH[0])
+def _work(work: Work) -> Any:
+    return work.run(_BENCH[0])
+
+
+class Workers:
+    """Processes with a bench each, or this one alone for one job; a context manager.
+
+    They read the trace anew: a fork would copy the threads of this process half.
+    """
+
+    def __init__(self, bench: Bench, jobs: int) -> None:
+        self._bench = bench
+        self._pool: ProcessPoolExecutor | None = None
+        if jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                jobs, context, initializer=_start, initargs=(bench.setup,)
+            )
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, works: Sequence[Work], progress: Callable[[], None] = lambda: None) -> list[Any]:
+        """What each work answers, in their order; `progress` is called after each."""
+        if self._pool is None:
+            return [self._alone(work, progress) for work in works]
+        waiting: dict[Future[Any], int] = {
+            self._pool.submit(_work, work): number for number, work in enumerate(works)
+        }
+        answers: list[Any] = [None] * len(works)
+        for future in as_completed(waiting):
+            answers[waiting[future]] = future.result()
+            progress()
+        return answers
+
+    def _alone(self, work: Work, progress: Callable[[], None]) -> Any:
+        answer = work.run(self._bench)
+        progress()
+        return answer
 
 
 def simulate(
@@ -46,7 +92,9 @@ def simulate(
 
     `progress` is called after each of `task_count` pieces of work.
     """
-    done = dict(_carry_out(bench, _tasks(policies, sizes), jobs, progress))
+    tasks = _tasks(policies, sizes)
+    with Workers(bench, min(jobs, len(tasks))) as workers:
+        done = dict(zip(tasks, workers.run(tasks, progress), strict=True))
     results = []
     for capacities in sizes:
         best: Optimum = done[Task(capacities)]
@@ -76,29 +124,3 @@ def _tasks(policies: Sequence[str], sizes: Sequence[tuple[int, ...]]) -> list[Ta
 def task_count(policies: Sequence[str], sizes: Sequence[tuple[int, ...]]) -> int:
     """Pieces of work in `simulate`."""
     return len(_tasks(policies, sizes))
-
-
-def _carry_out(
-    bench: Bench, tasks: list[Task], jobs: int, progress: Callable[[], None]
-) -> Iterator[tuple[Task, Any]]:
-    if jobs == 1:
-        for task in tasks:
-            yield task, task.run(bench)
-            progress()
-        return
-    with _workers(bench.setup, min(jobs, len(tasks))) as pool:
-        waiting: dict[Future[Any], Task] = {pool.submit(_work, task): task for task in tasks}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
-            progress()
-
-
-@contextmanager
-def _workers(setup: Setup, count: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that read the trace anew: a fork would copy threads of this one half."""
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, initializer=_start, initargs=(setup,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

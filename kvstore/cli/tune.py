@@ -1,0 +1,162 @@
+"""`kvstore tune`: which tier sizes and which policy a workload is worth."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.cli.output import json_option, print_json, print_table
+from kvstore.cli.replay import size_value
+from kvstore.cli.simulate import engine_options, policies_of, setup_of
+from kvstore.core.sizes import format_bytes
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("trace", type=_FILE)
+@click.option(
+    "--budget", type=click.FloatRange(0, min_open=True), metavar="MONEY",
+    help="Most that the tiers may cost a month.  [default: whatever pays]",
+)  # fmt: skip
+@click.option(
+    "--prices", "price_file", type=_FILE, metavar="FILE",
+    help="TOML with [prices]: gpu_hour, host_gib_month, disk_gib_month, disk_terabyte_written.",
+)  # fmt: skip
+@click.option("--host-max", callback=size_value, metavar="SIZE", help="Most memory there is.")
+@click.option("--disk-max", callback=size_value, metavar="SIZE", help="Most disk there is.")
+@click.option("--no-disk", is_flag=True, help="Host memory only.")
+@click.option(
+    "--policy", "policy_text", default="saved_time,gdsf,lru", show_default=True,
+    metavar="NAME[,NAME]|all", help="Sizes are found with the first, then all compete.",
+)  # fmt: skip
+@engine_options
+@json_option
+def command(
+    trace: Path,
+    budget: float | None,
+    price_file: Path | None,
+    host_max: int | None,
+    disk_max: int | None,
+    no_disk: bool,
+    policy_text: str,
+    as_json: bool,
+    **engine: Any,
+) -> None:
+    """Recommend tier sizes and a policy for TRACE, with what each step buys and how sure that is.
+
+    GPU time saved is set against the price of memory, disk and its wear. Intervals hold 90 % of
+    what sessions drawn anew come to.
+    """
+    from kvstore.replay.simulate import Bench
+    from kvstore.replay.simulate_pool import Workers
+    from kvstore.replay.tune import Limits, Tuner
+    from kvstore.replay.tune_prices import load_prices
+
+    if no_disk and disk_max is not None:
+        raise click.UsageError("--no-disk and --disk-max exclude each other; leave one out")
+    policies, prices = policies_of(policy_text), load_prices(price_file)
+    bench = Bench(setup_of(trace, engine))
+    limits = Limits(budget, host_max, 0 if no_disk else disk_max)
+    jobs = min(2, engine["jobs"] or os.cpu_count() or 1)
+    with Workers(bench, jobs) as workers, _probing() as advance:
+        found = Tuner(bench, prices, limits, workers, advance).tune(policies)
+    facts = {
+        "trace": str(trace),
+        "requests": len(bench.requests),
+        "unique_blocks": bench.workload.unique_blocks,
+        "prices": {name: getattr(prices, name) for name in prices.__struct_fields__},
+        "budget_per_month": budget,
+    }
+    document = {**facts, **found}
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+
+
+@contextmanager
+def _probing() -> Iterator[Callable[[], None]]:
+    """Shows on a terminal that it goes on; how many probes there will be nobody knows."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("tuning: {task.completed} sizes tried"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda: progress.advance(task)
+
+
+def _print(document: dict[str, Any]) -> None:
+    columns = ["step", "costs", "saves", "adds net", "90 % of resamples", "pays in", "TTFT p99"]
+    chosen = document["recommended"] and document["recommended"]["tiers"]
+    rows = [_step_row(step, step["tiers"] == chosen) for step in document["steps"]]
+    print_table(columns, rows, right=columns[1:])
+    click.echo()
+    columns = ["policy", "saves", "net", "90 % of resamples", "at most as good in"]
+    print_table(columns, [_policy_row(one) for one in document["policies"]], right=columns[1:])
+    click.echo()
+    click.echo(_advice(document))
+
+
+def _step_row(step: dict[str, Any], is_chosen: bool) -> tuple[str, ...]:
+    return (
+        _tiers(step) + (" <-" if is_chosen else ""),
+        f"{step['cost_per_month']:,.0f}",
+        f"{step['saves_per_month']:,.0f}",
+        f"{step['adds_net_per_month']:+,.0f}",
+        _interval(step["adds_net_per_month_interval"]),
+        f"{step['confidence']:.0%}",
+        f"{step['ttft_p99_seconds']:.2f} s",
+    )
+
+
+def _policy_row(one: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        one["policy"],
+        f"{one['saves_per_month']:,.0f}",
+        f"{one['net_per_month']:+,.0f}",
+        _interval(one["net_per_month_interval"]),
+        f"{one['recommended_at_least_as_good']:.0%}",
+    )
+
+
+def _interval(ends: list[float]) -> str:
+    return f"{ends[0]:+,.0f} to {ends[1]:+,.0f}"
+
+
+def _tiers(one: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {format_bytes(tier['capacity_bytes'])} ({tier['capacity_fraction']:.0%})"
+        for name, tier in one["tiers"].items()
+    )
+
+
+def _advice(document: dict[str, Any]) -> str:
+    best = document["recommended"]
+    if best is None:
+        limit = "within the limits " if document["steps"] == [] else ""
+        return f"Recommended: no store; {limit}none saves more GPU time than it costs."
+    text = (
+        f"Recommended: {_tiers(best)}, policy {best['policy']}: saves "
+        f"{best['saves_per_month']:,.0f} a month in GPU time and costs "
+        f"{best['cost_per_month']:,.0f}, net {best['net_per_month']:+,.0f} "
+        f"({_interval(best['net_per_month_interval'])})."
+    )
+    writes = best["drive_writes_per_day"]
+    if writes is not None and writes > 1:
+        text += f" The disk would be written {writes:,.1f} times a day: cap that in its tier."
+    return text

@@ -1,0 +1,57 @@
+"""`kvstore tune`: a recommendation as text and JSON, and errors as exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.main import run
+from kvstore.replay.formats import BUNDLED
+
+FAST = ["--limit", "150", "--jobs", "1", "--policy", "lru", "--host-max", "60GiB", "--no-disk"]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The document has the recommendation, what each step buys, and how sure that is."""
+    assert run(["tune", str(BUNDLED), *FAST, "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert err == ""
+    assert document["prices"]["gpu_hour"] == 2.5
+    assert {"adds_net_per_month", "confidence", "tiers"} <= set(document["steps"][0])
+    assert document["policies"][0]["policy"] == "lru"
+
+
+def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """People get steps, policies and one sentence, also where nothing pays."""
+    assert run(["tune", str(BUNDLED), *FAST]) == 0
+    assert "Recommended: " in capsys.readouterr().out
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[prices]\ngpu_hour = 0\n")
+    assert run(["tune", str(BUNDLED), *FAST, "--prices", str(prices)]) == 0
+    assert "Recommended: no store" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["--budget", "0"], 2, "budget"),
+        (["--budget", "much"], 2, "budget"),
+        (["--host-max", "big"], 2, "is no size"),
+        (["--policy", "lur"], 2, "'lur' is unknown"),
+        (["--disk-max", "1TiB", "--no-disk"], 2, "exclude each other"),
+        (["--prices", "/nowhere"], 2, "does not exist"),
+        (["--link", "x=1"], 2, "host>hbm or disk>host"),
+    ],
+)
+def test_bad_options(
+    options: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bad options end in exit code 2 and one sentence that names them."""
+    assert run(["tune", str(BUNDLED), *options]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert sentence in err

@@ -1,0 +1,138 @@
+"""Recommendations: money by hand, limits kept, and how sure a step is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.core.errors import InvalidRequest
+from kvstore.replay.formats import BUNDLED, TraceRequest
+from kvstore.replay.simulate import Bench, Setup
+from kvstore.replay.simulate_pool import Workers
+from kvstore.replay.tune import Limits, Resamples, Tuner, session_of
+from kvstore.replay.tune_prices import Prices, load_prices
+
+FREE = Prices(host_gib_month=0, disk_gib_month=0, disk_terabyte_written=0)
+NO_LIMITS = Limits()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(Setup(BUNDLED, limit=300))
+
+
+def tune(
+    bench: Bench, prices: Prices, limits: Limits = NO_LIMITS, *policies: str
+) -> dict[str, Any]:
+    with Workers(bench, 1) as workers:
+        return Tuner(bench, prices, limits, workers).tune(policies or ("lru",))
+
+
+def test_prices_by_hand() -> None:
+    """A GiB of memory, 10 of disk and a terabyte written in a month; half of a GPU's time."""
+    prices = Prices(gpu_hour=2, host_gib_month=3, disk_gib_month=0.1, disk_terabyte_written=0.05)
+    written = 1e12 / (730 * 3600)
+    assert prices.month(1 << 30, 10 << 30, written) == pytest.approx(3 + 1 + 0.05)
+    assert prices.worth(0.5) == pytest.approx(730)
+
+
+def test_free_memory_is_worth_all_of_it(bench: Bench) -> None:
+    """Where memory costs nothing, all that it can save is bought; where GPU time does, nothing."""
+    found = tune(bench, FREE, Limits(disk_bytes=0))
+    steps = found["steps"]
+    assert steps[-1]["tiers"]["host"]["capacity_fraction"] == pytest.approx(1)
+    assert found["recommended"]["saves_per_month"] == steps[-1]["saves_per_month"]
+    assert steps[-1]["saves_per_month"] > steps[0]["saves_per_month"]
+    assert tune(bench, Prices(gpu_hour=0))["recommended"] is None
+
+
+def test_a_step_adds_what_it_says(bench: Bench) -> None:
+    """Steps add up to the net worth; a step that only costs is not one to take."""
+    found = tune(bench, Prices(), Limits(disk_bytes=0))
+    steps = found["steps"]
+    total = 0.0
+    for step in steps:
+        total += step["adds_net_per_month"]
+        assert step["net_per_month"] == pytest.approx(total)
+        low, high = step["adds_net_per_month_interval"]
+        assert low <= high
+        assert 0 <= step["confidence"] <= 1
+    assert steps[-1]["confidence"] < 0.5
+    best = max(steps, key=lambda step: step["net_per_month"])
+    assert found["recommended"] is None or found["recommended"]["tiers"] == best["tiers"]
+
+
+def test_limits_hold(bench: Bench) -> None:
+    """No step costs more than the budget or is larger than what there is."""
+    found = tune(bench, Prices(host_gib_month=0.1), Limits(30, 200 << 30, 300 << 30))
+    for step in found["steps"]:
+        assert step["cost_per_month"] <= 30
+        assert step["tiers"]["host"]["capacity_bytes"] <= 200 << 30
+        assert step["tiers"].get("disk", {"capacity_bytes": 0})["capacity_bytes"] <= 300 << 30
+    nothing = tune(bench, Prices(), Limits(budget=1e-6))
+    assert (nothing["steps"], nothing["recommended"]) == ([], None)
+
+
+def test_cheap_disk_is_bought(bench: Bench) -> None:
+    """Where memory is dear and disk free, the disk grows; its writes are told."""
+    prices = Prices(host_gib_month=50, disk_gib_month=0, disk_terabyte_written=0, gpu_hour=50)
+    found = tune(bench, prices)
+    assert "disk" in found["recommended"]["tiers"]
+    assert found["recommended"]["drive_writes_per_day"] > 0
+
+
+def test_policies_compete(bench: Bench) -> None:
+    """All policies are compared at the sizes chosen, the recommended one first."""
+    found = tune(bench, FREE, Limits(host_bytes=60 << 30, disk_bytes=0), "lru", "gdsf", "fifo")
+    assert sorted(one["policy"] for one in found["policies"]) == ["fifo", "gdsf", "lru"]
+    assert found["policies"][0]["policy"] == found["recommended"]["policy"]
+    assert found["policies"][0]["recommended_at_least_as_good"] == 1
+
+
+def test_sessions() -> None:
+    """A session is what the trace says, else what a prompt begins with below its first block."""
+    one = TraceRequest(timestamp=0, input_length=1500, output_length=1, hash_ids=[0, 5, 6])
+    same = TraceRequest(timestamp=9, input_length=1500, output_length=1, hash_ids=[0, 5, 9])
+    other = TraceRequest(timestamp=9, input_length=1500, output_length=1, hash_ids=[0, 7, 8])
+    assert session_of(one) == session_of(same) != session_of(other)
+    named = TraceRequest(
+        timestamp=9, input_length=9, output_length=1, hash_ids=[0], tenant="a", session="s"
+    )
+    assert session_of(named) == ("a", "s")
+
+
+def test_resamples_hold_sessions_together() -> None:
+    """Shares of equal sessions do not vary; those of unequal ones do, around the true share."""
+    requests = [
+        TraceRequest(timestamp=i, input_length=600, output_length=1, hash_ids=[0, i // 2])
+        for i in range(200)
+    ]
+    draws = Resamples(requests, seed=3)
+    assert draws.session_count == 100
+    even, whole = np.tile([1.0, 0.0], 100), np.ones(200)
+    assert np.allclose(draws.shares(even, whole), 0.5)
+    uneven = np.repeat([1.0, 0.0], 100)
+    shares = draws.shares(uneven, whole)
+    assert shares.mean() == pytest.approx(0.5, abs=0.02)
+    assert shares.std() == pytest.approx(0.05, abs=0.02)
+    assert np.array_equal(shares, Resamples(requests, seed=3).shares(uneven, whole))
+
+
+def test_price_files(tmp_path: Path) -> None:
+    """[prices] of a configuration is read; wrong keys and values are refused by a sentence."""
+    path = tmp_path / "kvstore.toml"
+    path.write_text('[server]\nsocket = "x"\n[prices]\ngpu_hour = 4\n')
+    assert load_prices(path) == Prices(gpu_hour=4)
+    assert load_prices(None) == Prices()
+    for text, message in (
+        ("[prices]\ngpu = 4\n", "gpu"),
+        ("[prices]\ngpu_hour = -1\n", "pass 0 or more"),
+        ("[prices]\ngpu_hour = nan\n", "pass 0 or more"),
+        ("[prices\n", "no usable"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InvalidRequest, match=message):
+            load_prices(path)
