@@ -52,6 +52,8 @@ class Span(NamedTuple):
     ratio: float = 4.0
 
     def problem(self, low: float, high: float) -> str:
+        if high < low:
+            return f"no {self.name} was measured"
         if high == low:
             return f"one {self.name} only ({high:,.0f})"
         if max(high, self.floor) < self.ratio * max(low, self.floor):
@@ -268,7 +270,7 @@ class RecursiveFit:
             "scale": self._scale,
             "weight": self._weight,
             "count": self.count,
-            "ranges": [list(pair) for pair in self._ranges] if self.count else [],
+            "ranges": [[low, high] if low <= high else None for low, high in self._ranges],
             "ratios": self.ratios.dump(),
         }
 
@@ -284,9 +286,12 @@ class RecursiveFit:
                 int(saved["count"]),
                 float(saved["scale"]),
             )
-            ranges = [(float(low), float(high)) for low, high in saved["ranges"]]
+            ranges = [
+                (math.inf, 0.0) if pair is None else (float(pair[0]), float(pair[1]))
+                for pair in saved["ranges"]
+            ]
             ratios = RatioQuantiles.of(saved["ratios"])
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             return False
         if not (
             (gram == gram.T).all()
@@ -295,15 +300,15 @@ class RecursiveFit:
             and 0 < scale < math.inf
             and 0 <= weight <= 1 / (1 - self._forgetting) + 1
             and count >= 0
-            and len(ranges) == (len(self._spans) if count else 0)
-            and all(0 <= low <= high < math.inf for low, high in ranges)
+            and len(ranges) == len(self._spans)
+            and all(low >= 0 and 0 <= high < math.inf for low, high in ranges)
         ):
             return False
         self._forget()
         self._gram, self._vector, self._weight = gram.tolist(), vector.tolist(), weight
         self._held = None if held is None else held.tolist()
         self._scale, self.count, self.ratios = scale, count, ratios
-        self._ranges = ranges or self._ranges
+        self._ranges = ranges
         self._settle()
         return True
 

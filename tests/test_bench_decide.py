@@ -39,6 +39,8 @@ def test_true_costs_have_knees() -> None:
     assert moves[0] == pytest.approx(100e-6 + 3 * (1 << 20) / 6e9)
     assert moves[1] == pytest.approx(100e-6 + ((1 << 30) + (2 << 20)) / 6e9)
     assert moves[2] == 0.0
+    alone = world().move("disk", np.array([7 << 20]), 0)[0]
+    assert alone == pytest.approx(100e-6 + (11 << 20) / 6e9)
 
 
 def test_chunked_calls_sum_up() -> None:

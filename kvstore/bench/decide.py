@@ -192,7 +192,7 @@ class Bench:
 
     def _move(self, name: str, size: int, queued: int) -> float:
         world, now = self._world, self._clock.now()
-        plain = float(world.move(name, np.array([size]), 0)[0]) - world.latency_seconds[name]
+        plain = float(world.busy(name, np.array([size]), queued > 0)[0])
         begin = max(now, self._free[name])
         self._free[name] = begin + plain * noise(self._rng)
         end = self._free[name] + world.latency_seconds[name]

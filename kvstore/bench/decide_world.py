@@ -14,6 +14,7 @@ BLOCK_TOKENS = 16
 NOISE = 0.2
 CALL_KNEE_TOKENS = 256  # smaller calls take as long for their tokens
 LINK_KNEE_BYTES = 1 << 20  # the first bytes of a transfer move at half the speed
+ALONE = 0.7  # of a link's bandwidth, for a transfer that finds it idle
 
 
 class World(NamedTuple):
@@ -53,9 +54,14 @@ class World(NamedTuple):
 
     def move(self, link: str, size: np.ndarray, queued: int) -> np.ndarray:
         """True seconds of a transfer behind `queued` bytes."""
-        worked = queued + size + np.minimum(size, LINK_KNEE_BYTES)
-        seconds = self.latency_seconds[link] + worked / self.bytes_per_second[link]
-        return np.where(size > 0, seconds, 0.0)
+        wait = self.latency_seconds[link] + queued / self.bytes_per_second[link]
+        return np.where(size > 0, wait + self.busy(link, size, queued > 0), 0.0)
+
+    def busy(self, link: str, size: np.ndarray, others: bool) -> np.ndarray:
+        """True seconds that a transfer keeps a link busy; one alone doesn't fill it."""
+        share = 1.0 if others else ALONE
+        worked: np.ndarray = size / share + np.minimum(size, LINK_KNEE_BYTES)
+        return worked / self.bytes_per_second[link]
 
     def first_token(
         self, situation: Situation, start: np.ndarray, resume: np.ndarray

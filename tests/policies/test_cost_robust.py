@@ -168,7 +168,7 @@ def test_a_dump_is_taken_over_by_the_same_thing() -> None:
         (fitted_path(), PathModel(DISK, NVME.times(2.0))),
         (fitted_recompute(), RecomputeModel(ENGINE)),
     ):
-        assert twin.load(json.loads(json.dumps(model.dump())))
+        assert twin.load(json.loads(json.dumps(model.dump(), allow_nan=False)))
         assert twin.cost(0.99) == pytest.approx(model.cost(0.99), rel=1e-2)
         assert twin.state == model.state
     rng, again = random.Random(5), random.Random(5)
@@ -177,6 +177,17 @@ def test_a_dump_is_taken_over_by_the_same_thing() -> None:
     transfers(model, rng, NVME, 200)
     transfers(twin, again, NVME, 200)
     assert twin.cost(0.5) == pytest.approx(model.cost(0.5), rel=1e-6)
+
+
+def test_a_model_of_decodes_only_is_dumped_too() -> None:
+    """Without one prefill measured a dump is still JSON, and the prior says what is missing."""
+    model, twin = RecomputeModel(ENGINE), RecomputeModel(ENGINE)
+    for number in range(50):
+        model.observe(0.02, [], 10 + number, 10_000)
+    assert model.state == ("prior", "no chunk size was measured")
+    assert twin.load(json.loads(json.dumps(model.dump(), allow_nan=False)))
+    assert twin.state == model.state
+    assert RecomputeModel(ENGINE).load(RecomputeModel(ENGINE).dump())
 
 
 def test_costs_of_something_else_are_not_taken_over() -> None:
@@ -203,7 +214,8 @@ def test_a_damaged_dump_is_not_taken_over() -> None:
     for key, value in (
         ("gram", [[1.0, 0.0]]), ("gram", [[math.nan] * 2] * 2), ("gram", [[-1.0, 0], [0, -1.0]]),
         ("vector", [1.0]), ("vector", "ab"), ("weight", -1.0), ("weight", math.nan), ("held", [0]),
-        ("held", "x"), ("ranges", []), ("ranges", [[5, 1]]), ("ratios", [1.0]), ("ratios", None),
+        ("held", "x"), ("ranges", []), ("ranges", [[-5, 1]]), ("ranges", [[1]]),
+        ("ratios", [1.0]), ("ratios", None),
         ("count", -4), ("count", None),
     ):  # fmt: skip
         wrongs.append({**good, "fit": {**good["fit"], key: value}})
