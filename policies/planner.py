@@ -211,11 +211,12 @@ def _ms(seconds: float) -> str:
 def gpu_price(busy_ratio: float, queued_prefill_tokens: int = 0) -> float:
     """What a GPU-second costs others: nothing when idle, 1 and more when requests wait.
 
-    Each second of work delays those who come meanwhile, busy / (1 - busy) seconds of an M/M/1
-    queue, and everybody who waits already.
+    A second of work delays everybody who waits: busy^2 / (1 - busy) on average in an M/M/1 queue,
+    as far as that is below 1, and one more if it is known that somebody does. So no request pays
+    more than twice its own work for others.
     """
     busy = min(BUSY_MAX, max(0.0, busy_ratio))
-    return busy / (1.0 - busy) * busy + (1.0 if queued_prefill_tokens > 0 else 0.0)
+    return min(1.0, busy * busy / (1.0 - busy)) + (1.0 if queued_prefill_tokens > 0 else 0.0)
 
 
 def link_prices(costs: Costs, busy_ratios: Mapping[str, float]) -> dict[str, float]:

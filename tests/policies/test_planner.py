@@ -223,20 +223,27 @@ def test_regret_is_against_the_best_other_plan() -> None:
 
 @pytest.mark.parametrize(("shapes", "limit"), [(frozenset({"prefix"}), 100e-6), (BOTH, 150e-6)])
 def test_planning_is_fast(shapes: frozenset[str], limit: float) -> None:
-    """Three segments are planned within 100 us, with splits within 150: the best of many tries."""
+    """Three segments are planned within 100 us, with splits within 150: the best of many tries.
+
+    On a machine that is slow just then, as much later as it is slower.
+    """
     three = (*TWO_TIERS.segments, segment(2_048, "host"))
     situation = TWO_TIERS._replace(segments=three, shapes=shapes)
-    best = math.inf
+    best = reference = math.inf
     for _ in range(500):
         begin = perf_seconds()
+        sum(range(1_000))
+        between = perf_seconds()
         assert decide(situation, USUAL, SLOW).plan.predicted_p99_seconds
-        best = min(best, perf_seconds() - begin)
-    assert best <= limit
+        best = min(best, perf_seconds() - between)
+        reference = min(reference, between - begin)
+    assert best <= limit * max(1.0, reference / 12e-6)
 
 
 def test_prices_follow_utilisation() -> None:
     """Idle costs nothing, a queue at least 1, and busier is never cheaper."""
     assert gpu_price(0.0) == 0.0
+    assert gpu_price(7.0, 1) == 2.0
     assert gpu_price(0.5, 100) >= 1.0
     prices = [gpu_price(ratio / 10) for ratio in range(11)]
     assert prices == sorted(prices)
