@@ -84,6 +84,10 @@ _ENGINE_OPTIONS = (
     help="Drive writes a day that the disk is made for.",
 )  # fmt: skip
 @click.option(
+    "--exact-bounds", is_flag=True,
+    help="Solve for the optimum of seconds instead of bounding it; needs SciPy.",
+)  # fmt: skip
+@click.option(
     "--report", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html",
     help="Write one self-contained page with plots.",
 )  # fmt: skip
@@ -95,6 +99,7 @@ def command(
     tiers: tuple[str, ...],
     hints: str | None,
     endurance_dwpd: float,
+    exact_bounds: bool,
     report: Path | None,
     as_json: bool,
     **engine: Any,
@@ -109,7 +114,10 @@ def command(
     from kvstore.replay.simulate_pool import simulate, task_count
 
     policies = policies_of(policy_text)
-    setup = setup_of(trace, engine, hints=accuracy_of(hints), endurance_dwpd=endurance_dwpd)
+    setup = setup_of(
+        trace, engine, hints=accuracy_of(hints), endurance_dwpd=endurance_dwpd,
+        exact=solver() if exact_bounds else None,
+    )  # fmt: skip
     bench = Bench(setup)
     sizes = sizes_of(tiers, bench)
     jobs = engine["jobs"] or os.cpu_count() or 1
@@ -158,6 +166,17 @@ def accuracy_of(text: str | None) -> float | None:
             param_hint="--hints",
         )
     return accuracy
+
+
+def solver() -> Any:
+    """What solves for the optimum, if SciPy is installed."""
+    try:
+        from kvstore.replay.bounds_flow import exact_upper
+    except ImportError:
+        raise click.UsageError(
+            "--exact-bounds needs SciPy; run: pip install 'kvstore-daemon[bounds]'"
+        ) from None
+    return exact_upper
 
 
 def setup_of(trace: Path, engine: dict[str, Any], **more: Any) -> Any:

@@ -43,12 +43,14 @@ class TraceColumns(NamedTuple):
     def tokens(self) -> np.ndarray:
         """Input tokens that each reference covers."""
         left = self.inputs[self.owners] - self.depths * self.block_size
-        return np.minimum(left, self.block_size)
+        covered: np.ndarray = np.minimum(left, self.block_size)
+        return covered
 
     @property
     def full(self) -> np.ndarray:
         """Which references are of blocks that the input fills; only these can be stored."""
-        return self.tokens == self.block_size
+        whole: np.ndarray = self.tokens == self.block_size
+        return whole
 
     def counts(self) -> np.ndarray:
         """Blocks of each request."""
@@ -93,7 +95,8 @@ def _numbered(ids: np.ndarray) -> np.ndarray:
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     ranks = np.empty(len(first), dtype=np.int64)
     ranks[np.argsort(first)] = np.arange(len(first))
-    return ranks[inverse]
+    numbers: np.ndarray = ranks[inverse]
+    return numbers
 
 
 def _neighbours(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,4 +141,5 @@ def _smaller_before(values: np.ndarray) -> np.ndarray:
         row, column = np.nonzero(~left)
         into[row, order[row, column]] += below[row, column]
         width *= 2
-    return counts[: len(values)]
+    found: np.ndarray = counts[: len(values)]
+    return found

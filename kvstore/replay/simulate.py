@@ -7,12 +7,13 @@ leaf-first LRU and the offline optimum beside it, which say how much of the gap 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.policies.cost import CallCost
 from kvstore.replay.bounds import Optimum, optimum
 from kvstore.replay.cachesim import CacheResult, CacheSimulation, Hit
 from kvstore.replay.cachesim_workload import Workload
@@ -33,6 +34,7 @@ class Setup(NamedTuple):
     """What all cells of a run share. `engines` of 0 takes as many as the trace needs.
 
     `hints` is the accuracy of made-up hints that a prompt will be continued; None gives none.
+    `exact`, if any, answers with the most seconds that can be saved, as `exact_upper` does.
     """
 
     trace: Path
@@ -42,6 +44,7 @@ class Setup(NamedTuple):
     seed: int = 0
     limit: int = 0
     endurance_dwpd: float = 1.0
+    exact: Callable[[TraceColumns, int, CallCost], float] | None = None
 
 
 class Cell(NamedTuple):
@@ -81,7 +84,12 @@ class Bench:
 
     def optimum(self, capacities: tuple[int, ...]) -> Optimum:
         """Bounds for all tiers together, for their speeds do not matter to hits."""
-        return optimum(self.trace, sum(capacities), self.costs.cost)
+        capacity, cost = sum(capacities), self.costs.cost
+        best = optimum(self.trace, capacity, cost)
+        if self.setup.exact is None:
+            return best
+        upper = self.setup.exact(self.trace, capacity, cost)
+        return best._replace(seconds_upper=max(best.seconds_lower, min(best.seconds_upper, upper)))
 
     def cell(self, cell: Cell) -> dict[str, Any]:
         """Figures of one cell."""

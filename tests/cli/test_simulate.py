@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,14 @@ def test_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", str(path), "--tier", "host=5%"]) == 1
     assert "line 1" in capsys.readouterr().err
     assert run(["simulate", str(tmp_path / "none"), "--tier", "host=5%"]) == 2
+
+
+def test_exact_bounds_without_the_solver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without SciPy, a sentence says how to get it."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    monkeypatch.delitem(sys.modules, "kvstore.replay.bounds_flow", raising=False)
+    assert simulate("--policy", "lru", "--tier", "host=5%", "--exact-bounds") == 2
+    assert "pip install 'kvstore-daemon[bounds]'" in capsys.readouterr().err
