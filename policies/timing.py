@@ -8,7 +8,8 @@ still coming.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 from kvstore.policies.cost import CallCost, LinkCost
@@ -16,6 +17,7 @@ from kvstore.policies.cost import CallCost, LinkCost
 NONE, LAYERWISE = "none", "layerwise"
 PREFIX, SPLIT = "prefix", "split"
 CHUNK_BYTES = 4 << 20
+PARTS_MAX = 8  # that plans are cut by
 
 
 class Segment(NamedTuple):
@@ -72,6 +74,15 @@ class Cut(NamedTuple):
 Line = tuple[float, float]  # seconds at + per_token * x: a link's part of a load
 
 
+class Part(NamedTuple):
+    """Tokens [low, high): a segment, or many neighbours taken together."""
+
+    low: int
+    high: int
+    densities: tuple[tuple[str, float], ...]  # of each link, the bytes that a token moves
+    paths: tuple[tuple[tuple[str, ...], int], ...]  # links crossed in a row, and bytes over them
+
+
 class Layout:
     """What the timings of one situation have in common, whatever the costs."""
 
@@ -81,12 +92,45 @@ class Layout:
             self.bounds.append(self.bounds[-1] + segment.tokens)
         names = dict.fromkeys([name for segment in situation.segments for name in segment.links])
         self.link_names = tuple(names)
-        # Of each segment that is not empty: its ends, and bytes a token of it moves.
-        self.parts = [
-            (low, low + segment.tokens, segment.byte_count / segment.tokens, segment)
+        found = [
+            (low, segment)
             for low, segment in zip(self.bounds, situation.segments, strict=False)
             if segment.tokens
         ]
+        if len(found) <= PARTS_MAX:
+            self.parts = [_alone(low, segment) for low, segment in found]
+        else:
+            self.parts = list(_together(found, self.bounds[-1]))
+
+
+def _alone(low: int, segment: Segment) -> Part:
+    density = segment.byte_count / segment.tokens
+    return Part(
+        low,
+        low + segment.tokens,
+        tuple([(name, density) for name in segment.links]),
+        ((segment.links, segment.byte_count),),
+    )
+
+
+def _together(found: list[tuple[int, Segment]], matched: int) -> Iterator[Part]:
+    """A chain that alternates between tiers has many segments, so neighbours become one part.
+
+    Its bytes count as spread evenly, so what a cut within it takes is an estimate; the whole of it
+    takes what its segments take.
+    """
+    for _, group in groupby(found, key=lambda one: one[0] * PARTS_MAX // matched):
+        members = list(group)
+        low, last = members[0][0], members[-1]
+        high = last[0] + last[1].tokens
+        moved: dict[str, float] = {}
+        paths: dict[tuple[str, ...], int] = {}
+        for _, segment in members:
+            paths[segment.links] = paths.get(segment.links, 0) + segment.byte_count
+            for name in segment.links:
+                moved[name] = moved.get(name, 0.0) + segment.byte_count
+        densities = tuple((name, size / (high - low)) for name, size in moved.items())
+        yield Part(low, high, densities, tuple(paths.items()))
 
 
 class Timing:
@@ -107,31 +151,36 @@ class Timing:
             name: situation.queued_bytes.get(name, 0) * links[name].byte_seconds
             for name in layout.link_names
         }
-        # Of each segment: its ends, seconds that come on top of the slowest link's, and for each
+        # Of each part: its ends, seconds that come on top of the slowest link's, and for each
         # link the seconds that a token keeps it busy.
         self._parts = [
             (
-                low, high, self._fixed([links[name] for name in segment.links], segment.byte_count),
-                tuple([(name, density * links[name].byte_seconds) for name in segment.links]),
+                low, high, self._fixed(paths),
+                tuple([(name, density * links[name].byte_seconds) for name, density in densities]),
             )
-            for low, high, density, segment in layout.parts
+            for low, high, densities, paths in layout.parts
         ]  # fmt: skip
         self.gpu_price, link_byte = situation.prices
         self.is_free = not self.gpu_price and not any(link_byte.values())
-        # What loading a token of each segment costs others.
+        # What loading a token of each part costs others.
         self.token_prices = [
             0.0
             if self.is_free
-            else density * sum([link_byte.get(name, 0.0) for name in segment.links])
-            for _, _, density, segment in layout.parts
+            else sum([density * link_byte.get(name, 0.0) for name, density in part.densities])
+            for part in layout.parts
         ]
 
-    def _fixed(self, links: list[LinkCost], byte_count: int) -> float:
-        if len(links) == 1:
-            return links[0].latency_seconds
-        fill = sorted([link.byte_seconds for link in links])[:-1]
-        chunk = min(self.situation.chunk_bytes, byte_count)
-        return sum([link.latency_seconds for link in links]) + chunk * sum(fill)
+    def _fixed(self, paths: tuple[tuple[tuple[str, ...], int], ...]) -> float:
+        """Seconds of the slowest path that don't depend on how much is loaded."""
+        longest = 0.0
+        for names, byte_count in paths:
+            links = [self.costs.links[name] for name in names]
+            seconds = sum([link.latency_seconds for link in links])
+            if len(links) > 1:
+                fill = sorted([link.byte_seconds for link in links])[:-1]
+                seconds += min(self.situation.chunk_bytes, byte_count) * sum(fill)
+            longest = max(longest, seconds)
+        return longest
 
     def after(self, loaded: int) -> float:
         """Seconds to compute everything after `loaded` tokens in one go."""
@@ -149,7 +198,7 @@ class Timing:
         return self.middle(*cut) + self.tail
 
     def loaded(self, cut: Cut) -> list[int]:
-        """Tokens of each segment that a cut loads."""
+        """Tokens of each part that a cut loads."""
         start, resume = cut
         return [
             (min(high, start) - low if start > low else 0)
@@ -160,10 +209,8 @@ class Timing:
     def link_bytes(self, cut: Cut) -> dict[str, float]:
         """Bytes that the loads of a cut move over each link."""
         moved = dict.fromkeys(self.link_names, 0.0)
-        for tokens, (_, _, density, segment) in zip(
-            self.loaded(cut), self.layout.parts, strict=True
-        ):
-            for name in segment.links:
+        for tokens, part in zip(self.loaded(cut), self.layout.parts, strict=True):
+            for name, density in part.densities:
                 moved[name] += tokens * density
         return moved
 
@@ -228,7 +275,7 @@ class Timing:
         return self.seconds(cut) + self.price(cut)
 
     def lines(self, number: int, cut: Cut, direction: int) -> list[Line]:
-        """What `load_seconds` is the maximum of while an end of the cut moves within a segment.
+        """What `load_seconds` is the maximum of while an end of the cut moves within a part.
 
         As functions of how many tokens it has moved: `direction` 1 loads more, -1 less.
         """

@@ -240,6 +240,22 @@ def test_planning_is_fast(shapes: frozenset[str], limit: float) -> None:
     assert best <= limit * max(1.0, reference / 12e-6)
 
 
+def test_a_chain_in_many_pieces_is_planned_too() -> None:
+    """Blocks that alternate between tiers: whole plans are exact, and planning stays fast."""
+    pieces = [segment(16, "host" if number % 2 else "disk") for number in range(1_000)]
+    situation = TWO_TIERS._replace(segments=tuple(pieces))
+    decision = decide(situation, USUAL, SLOW)
+    load = 100e-6 + 8_000 * KV_BYTES / 6e9
+    load_all = next(plan for plan in decision.alternatives if plan.kind == LOAD_ALL)
+    assert load_all.p50_seconds == pytest.approx(load + CALL.seconds(1_024, 16_000))
+    steps = decision.plan.steps
+    assert sum(step.token_count for step in steps) == 16_000
+    assert decision.chosen.p50_seconds < load_all.p50_seconds
+    begin = perf_seconds()
+    decide(situation, USUAL, SLOW)
+    assert perf_seconds() - begin < 0.1
+
+
 def test_prices_follow_utilisation() -> None:
     """Idle costs nothing, a queue at least 1, and busier is never cheaper."""
     assert gpu_price(0.0) == 0.0
