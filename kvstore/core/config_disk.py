@@ -65,15 +65,16 @@ def _check_place(config: Config, machine: Machine) -> None:
 
 
 def _check_room(disk: DiskSection, machine: Machine) -> None:
-    free = machine.file_system_free_bytes(disk.path)
-    present = machine.directory_bytes(disk.path)
-    room = free + present - disk.reserve
-    if disk.size is not None and disk.size > room:
-        kept = f", and {format_bytes(present)} are in use by the tier already" if present else ""
+    room, what = machine.file_system_free_bytes(disk.path), "free"
+    if machine.directory_bytes(disk.path):
+        # A tier that was there before starts on a file system that others have filled since, too:
+        # it grows as soon as there is room.
+        room, what = machine.file_system_bytes(disk.path), "in all"
+    if disk.size is not None and disk.size > room - disk.reserve:
         raise ConfigError(
             f"tiers.disk.size is {disk.size}, but the file system of {disk.path} has "
-            f"{format_bytes(free)} free{kept}, of which tiers.disk.reserve keeps {disk.reserve} "
-            "free; lower one of them or free some space"
+            f"{format_bytes(room)} {what}, of which tiers.disk.reserve keeps {disk.reserve} free; "
+            "lower one of them or free some space"
         )
 
 

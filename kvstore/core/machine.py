@@ -23,6 +23,10 @@ class Machine(Protocol):
         """Free bytes of the file system that `directory` is on or would be made on."""
         ...
 
+    def file_system_bytes(self, directory: str) -> int:
+        """All bytes of that file system, used or free."""
+        ...
+
     def pool_bytes(self, directory: str) -> int:
         """Bytes of the pools that an earlier daemon left in `directory`; 0 without any."""
         ...
@@ -47,12 +51,16 @@ class FixedMachine(NamedTuple):
     user: int = 0
     on_disk: int = 0
     kind: str = "ext4"
+    others: int = 0
 
     def available_bytes(self) -> int:
         return self.memory
 
     def file_system_free_bytes(self, directory: str) -> int:
         return self.free
+
+    def file_system_bytes(self, directory: str) -> int:
+        return self.free + self.on_disk + self.others
 
     def pool_bytes(self, directory: str) -> int:
         return self.pools
@@ -76,6 +84,10 @@ class LocalMachine:
     def file_system_free_bytes(self, directory: str) -> int:
         status = os.statvfs(existing_parent(directory))
         return status.f_bavail * status.f_frsize
+
+    def file_system_bytes(self, directory: str) -> int:
+        status = os.statvfs(existing_parent(directory))
+        return status.f_blocks * status.f_frsize
 
     def pool_bytes(self, directory: str) -> int:
         try:

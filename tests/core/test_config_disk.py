@@ -156,7 +156,13 @@ def test_what_is_there_already_counts_as_room(path: str) -> None:
     machine = MACHINE._replace(free=2 * GIB, on_disk=8 * GIB)
     assert make(machine, disk={"path": path, "size": "9GiB"}).disk_bytes == 9 * GIB
     said = refusal(machine, disk={"path": path, "size": "10GiB"})
-    assert "8 GiB are in use by the tier already" in said
+    assert "has 10 GiB in all" in said
+
+
+def test_a_file_system_that_others_filled_is_no_reason_to_refuse(path: str) -> None:
+    """I14: a tier that was there before starts with what it has, and waits for room."""
+    machine = MACHINE._replace(free=2 * GIB, on_disk=GIB, others=40 * GIB)
+    assert make(machine, disk={"path": path, "size": "9GiB"}).disk_bytes == 9 * GIB
 
 
 def test_bytes_on_the_medium_are_counted(tmp_path: Path) -> None:

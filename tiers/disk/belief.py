@@ -68,6 +68,8 @@ def _scan(
     for at in np.flatnonzero(loaded.blocks.serials == segment.serial).tolist():
         index = int(loaded.blocks.indexes[at])
         record = headers.get(index)
+        if index in segment.unreadable:
+            continue  # each read compares checksums: to believe the index here costs a miss at most
         if record is not None and record.generation == generations[at]:
             del headers[index]
             continue

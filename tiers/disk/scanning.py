@@ -40,6 +40,8 @@ class FoundSegment:
         self.cell = self.sequence = 0
         self.entered = False
         self.torn_header_count = 0
+        self.unreadable: set[int] = set()
+        """Slots whose headers the medium did not give."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -129,17 +131,22 @@ class Scanner:
             try:
                 self._io.read_all(segment.fd, [piece], at)
             except OSError:
-                self._read_singly(segment.fd, piece, at, size)
+                segment.unreadable |= {
+                    first + row for row in self._read_singly(segment.fd, piece, at, size)
+                }
             yield first, piece.tobytes()
 
-    def _read_singly(self, fd: int, piece: np.ndarray, at: int, size: int) -> None:
-        """What can be read of a piece; the rest is zeros."""
+    def _read_singly(self, fd: int, piece: np.ndarray, at: int, size: int) -> list[int]:
+        """What can be read of a piece; the rest is zeros. Answers with the rows that could not."""
+        failed = []
         for start in range(0, len(piece), size):
             row = piece[start : start + size]
             try:
                 self._io.read_all(fd, [row], at + start)
             except OSError:
                 row[:] = 0
+                failed.append(start // size)
+        return failed
 
     def write_superblock(self, segment: FoundSegment) -> None:
         assert segment.geometry is not None, "the segment is not understood"
