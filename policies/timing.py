@@ -8,7 +8,7 @@ still coming.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
@@ -74,13 +74,10 @@ class Cut(NamedTuple):
 Line = tuple[float, float]  # seconds at + per_token * x: a link's part of a load
 
 
-class Part(NamedTuple):
-    """Tokens [low, high): a segment, or many neighbours taken together."""
-
-    low: int
-    high: int
-    densities: tuple[tuple[str, float], ...]  # of each link, the bytes that a token moves
-    paths: tuple[tuple[tuple[str, ...], int], ...]  # links crossed in a row, and bytes over them
+# Tokens [low, high), a segment or many neighbours taken together; of each link, the bytes that a
+# token moves; and the links crossed in a row, with the bytes that cross them.
+Path = tuple[tuple[str, ...], int]
+Part = tuple[int, int, tuple[tuple[str, float], ...], tuple[Path, ...]]
 
 
 class Layout:
@@ -92,34 +89,27 @@ class Layout:
             self.bounds.append(self.bounds[-1] + segment.tokens)
         names = dict.fromkeys([name for segment in situation.segments for name in segment.links])
         self.link_names = tuple(names)
-        found = [
-            (low, segment)
-            for low, segment in zip(self.bounds, situation.segments, strict=False)
-            if segment.tokens
-        ]
-        if len(found) <= PARTS_MAX:
-            self.parts = [_alone(low, segment) for low, segment in found]
+        found = zip(self.bounds, situation.segments, strict=False)
+        if len(situation.segments) <= PARTS_MAX:
+            self.parts = [_alone(low, segment) for low, segment in found if segment.tokens]
         else:
             self.parts = list(_together(found, self.bounds[-1]))
 
 
 def _alone(low: int, segment: Segment) -> Part:
-    density = segment.byte_count / segment.tokens
-    return Part(
-        low,
-        low + segment.tokens,
-        tuple([(name, density) for name in segment.links]),
-        ((segment.links, segment.byte_count),),
-    )
+    tokens, byte_count, _, links = segment
+    density = byte_count / tokens
+    return low, low + tokens, tuple([(n, density) for n in links]), ((links, byte_count),)
 
 
-def _together(found: list[tuple[int, Segment]], matched: int) -> Iterator[Part]:
+def _together(found: Iterable[tuple[int, Segment]], matched: int) -> Iterator[Part]:
     """A chain that alternates between tiers has many segments, so neighbours become one part.
 
     Its bytes count as spread evenly, so what a cut within it takes is an estimate; the whole of it
     takes what its segments take.
     """
-    for _, group in groupby(found, key=lambda one: one[0] * PARTS_MAX // matched):
+    full = (one for one in found if one[1].tokens)
+    for _, group in groupby(full, key=lambda one: one[0] * PARTS_MAX // matched):
         members = list(group)
         low, last = members[0][0], members[-1]
         high = last[0] + last[1].tokens
@@ -130,7 +120,7 @@ def _together(found: list[tuple[int, Segment]], matched: int) -> Iterator[Part]:
             for name in segment.links:
                 moved[name] = moved.get(name, 0.0) + segment.byte_count
         densities = tuple((name, size / (high - low)) for name, size in moved.items())
-        yield Part(low, high, densities, tuple(paths.items()))
+        yield low, high, densities, tuple(paths.items())
 
 
 class Timing:
@@ -166,21 +156,28 @@ class Timing:
         self.token_prices = [
             0.0
             if self.is_free
-            else sum([density * link_byte.get(name, 0.0) for name, density in part.densities])
-            for part in layout.parts
+            else sum([density * link_byte.get(name, 0.0) for name, density in densities])
+            for _, _, densities, _ in layout.parts
         ]
 
-    def _fixed(self, paths: tuple[tuple[tuple[str, ...], int], ...]) -> float:
+    def _fixed(self, paths: tuple[Path, ...]) -> float:
         """Seconds of the slowest path that don't depend on how much is loaded."""
         longest = 0.0
         for names, byte_count in paths:
-            links = [self.costs.links[name] for name in names]
-            seconds = sum([link.latency_seconds for link in links])
-            if len(links) > 1:
-                fill = sorted([link.byte_seconds for link in links])[:-1]
-                seconds += min(self.situation.chunk_bytes, byte_count) * sum(fill)
-            longest = max(longest, seconds)
+            if len(names) == 1:
+                seconds = self.costs.links[names[0]].latency_seconds
+            else:
+                seconds = self._chain_seconds(names, byte_count)
+            if seconds > longest:
+                longest = seconds
         return longest
+
+    def _chain_seconds(self, names: tuple[str, ...], byte_count: int) -> float:
+        """All latencies, and a chunk's time on all links but the slowest."""
+        links = [self.costs.links[name] for name in names]
+        fill = sorted([link.byte_seconds for link in links])[:-1]
+        chunk = min(self.situation.chunk_bytes, byte_count)
+        return sum([link.latency_seconds for link in links]) + chunk * sum(fill)
 
     def after(self, loaded: int) -> float:
         """Seconds to compute everything after `loaded` tokens in one go."""
@@ -209,8 +206,8 @@ class Timing:
     def link_bytes(self, cut: Cut) -> dict[str, float]:
         """Bytes that the loads of a cut move over each link."""
         moved = dict.fromkeys(self.link_names, 0.0)
-        for tokens, part in zip(self.loaded(cut), self.layout.parts, strict=True):
-            for name, density in part.densities:
+        for tokens, (_, _, densities, _) in zip(self.loaded(cut), self.layout.parts, strict=True):
+            for name, density in densities:
                 moved[name] += tokens * density
         return moved
 
