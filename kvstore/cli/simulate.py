@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from kvstore.cli.output import TIERS, json_option, print_json, print_table
-from kvstore.core.sizes import format_bytes, parse_size
+from kvstore.core.sizes import parse_size
 
 LINKS = {"host>hbm": "host", "disk>host": "disk"}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -130,9 +130,7 @@ def command(
     if as_json:
         print_json(document)
     else:
-        print_table(COLUMNS, [_row(result) for result in document["results"]], right=COLUMNS[2:])
-        if document["what_if"]:
-            click.echo("What-if: hints were made from the trace's own future.")
+        _print(document)
 
 
 def policies_of(text: str) -> list[str]:
@@ -293,25 +291,27 @@ def counting_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-COLUMNS = (
-    "policy", "tiers", "token hits", "seconds saved", "gap closed", "TTFT p50", "p99",
-    "restored", "blocks/s",
-)  # fmt: skip
+def _print(document: dict[str, Any]) -> None:
+    results = document["results"]
+    columns = ["policy", *results[0]["tiers"], *FIGURES]
+    print_table(columns, [_row(result) for result in results], right=columns[1:])
+    if document["what_if"]:
+        click.echo("What-if: hints were made from the trace's own future.")
+
+
+FIGURES = ("token hits", "seconds saved", "of gap", "TTFT p50", "p99")
 
 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
-    tiers = ", ".join(
-        f"{name} {tier['capacity_fraction']:.1%}" for name, tier in result["tiers"].items()
-    )
+    from kvstore.replay.simulate import share_text
+
     gap = result["gap_closed_seconds_ratio"]
     return (
         result["policy"],
-        tiers,
+        *(share_text(tier) for tier in result["tiers"].values()),
         f"{result['token_hit_ratio']:.2%}",
         f"{result['prefill_seconds_saved_ratio']:.2%}",
         "-" if gap is None else f"{gap:.0%}",
         f"{result['ttft_p50_seconds']:.2f} s",
         f"{result['ttft_p99_seconds']:.2f} s",
-        format_bytes(result["restored_bytes"]),
-        f"{result['block_references_per_second']:,.0f}",
     )

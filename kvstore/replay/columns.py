@@ -116,9 +116,9 @@ def stack_distances(before: np.ndarray) -> np.ndarray:
     What lies between is counted by its first reference there: those before `i` whose own
     predecessor is not after `before[i]`, less the `before[i] + 1` that lie before it.
     """
-    distances = _smaller_before(before) - before
+    distances: np.ndarray = _smaller_before(before) - before - 1
     distances[before < 0] = -1
-    return distances - (before >= 0)
+    return distances
 
 
 def _smaller_before(values: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from html import escape
@@ -23,6 +22,7 @@ from kvstore.replay.report_charts import (
     sizes_axis,
     table,
 )
+from kvstore.replay.simulate import share_text
 
 STYLE = Path(__file__).parent / "data" / "report.css"
 COLOURS = 10
@@ -152,19 +152,10 @@ def _block_bytes(result: Result) -> int:
 
 
 def _size_text(result: Result) -> str:
-    parts = [f"{_percent(tier)} of the blocks in {name}" for name, tier in result["tiers"].items()]
+    parts = [
+        f"{share_text(tier)} of the blocks in {name}" for name, tier in result["tiers"].items()
+    ]
     return " and ".join(parts)
-
-
-def _percent(tier: dict[str, Any]) -> str:
-    """A share as it was asked for: 1% of the blocks, rounded down, may be 0.9995% of them."""
-    blocks, percent = tier["capacity_blocks"], 100 * tier["capacity_fraction"]
-    past = percent * (blocks + 1) / blocks
-    for digits in range(4):
-        rounded = math.ceil(percent * 10**digits - 1e-9) / 10**digits
-        if rounded < past:
-            return f"{rounded:g}%"
-    return f"{percent:.3g}%"
 
 
 def _facets(results: list[Result]) -> Iterator[tuple[str, str, list[Result]]]:
@@ -173,11 +164,11 @@ def _facets(results: list[Result]) -> Iterator[tuple[str, str, list[Result]]]:
     disks = {_capacities(r)[1:] for r in results}
     if len(disks) == 1:
         rest = results[0]["tiers"].get("disk")
-        yield ("" if rest is None else f"disk {_percent(rest)}"), "host", results
+        yield ("" if rest is None else f"disk {share_text(rest)}"), "host", results
         return
     for host in sorted(hosts):
         some = [r for r in results if _capacities(r)[0] == host]
-        yield f"host {_percent(some[0]['tiers']['host'])}", "disk", some
+        yield f"host {share_text(some[0]['tiers']['host'])}", "disk", some
 
 
 def _capacity_section(results: list[Result], colours: dict[str, str]) -> str:
@@ -206,12 +197,12 @@ def _capacity_chart(
     ticks: dict[float, str] = {}
     for result in sorted(results, key=_capacities):
         x, y = result["tiers"][tier]["capacity_fraction"], result[name]
-        text = f"{y:.2%} at {_percent(result['tiers'][tier])}"
+        text = f"{y:.2%} at {share_text(result['tiers'][tier])}"
         lines.setdefault(result["policy"], []).append(Point(x, y, text))
         optimum = result["optimum"]
         low, high = optimum[f"{name}_bounds"] if bounds else (optimum[name], optimum[name])
         best[x] = (x, low, high)
-        ticks[x] = _percent(result["tiers"][tier])
+        ticks[x] = share_text(result["tiers"][tier])
     series = [Series(policy, colours[policy], points) for policy, points in lines.items()]
     values = [p.y for s in series for p in s.points] + [high for _, _, high in best.values()]
     band = Band("optimum", list(best.values()))
@@ -298,7 +289,7 @@ def _name_cell(result: Result, colour: str) -> str:
 
 
 def _sizes(result: Result) -> str:
-    return ", ".join(f"{name} {_percent(tier)}" for name, tier in result["tiers"].items())
+    return ", ".join(f"{name} {share_text(tier)}" for name, tier in result["tiers"].items())
 
 
 def _table_section(results: list[Result], colours: dict[str, str]) -> str:

@@ -7,12 +7,14 @@ leaf-first LRU and the offline optimum beside it, which say how much of the gap 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.core.errors import InvalidRequest
 from kvstore.policies.cost import CallCost
 from kvstore.replay.bounds import Optimum, optimum
 from kvstore.replay.cachesim import CacheResult, CacheSimulation, Hit
@@ -64,6 +66,8 @@ class Bench:
             self.requests, setup.hints, setup.seed, setup.costs.bytes_per_token
         )
         self.trace: TraceColumns = trace_columns(self.requests, by_tenant=True)
+        if not self.trace.unique_blocks:
+            raise InvalidRequest(f"{setup.trace} has no block; every prompt in it is empty")
         self.arrivals = _arrivals(self.requests, self.trace, setup.seed)
         engines = setup.engines or engines_needed(setup.costs, self.arrivals, self.trace.inputs)
         self.costs = setup.costs._replace(engine_count=engines)
@@ -208,3 +212,14 @@ def _gap(cell: dict[str, Any], baseline: dict[str, Any], name: str, best: float)
     """None where LRU is as good as the optimum: there is no gap."""
     gap = best - baseline[name]
     return (cell[name] - baseline[name]) / gap if gap > 1e-9 else None
+
+
+def share_text(tier: dict[str, Any]) -> str:
+    """A share as it was asked for: 1% of the blocks, rounded down, may be 0.9995% of them."""
+    blocks, percent = tier["capacity_blocks"], 100 * tier["capacity_fraction"]
+    past = percent * (blocks + 1) / blocks
+    for digits in range(4):
+        rounded = math.ceil(percent * 10**digits - 1e-9) / 10**digits
+        if rounded < past:
+            return f"{rounded:g}%"
+    return f"{percent:.3g}%"

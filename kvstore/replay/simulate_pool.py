@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
@@ -32,7 +33,8 @@ class Task(NamedTuple):
 
 
 def _start(setup: Setup) -> None:
-    """Makes a worker process ready."""
+    """Makes a worker process ready; Ctrl-C, which the whole group gets, ends it at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _BENCH.append(Bench(setup))
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.core.errors import InvalidRequest
 from kvstore.replay.cachesim import CacheSimulation
 from kvstore.replay.formats import TraceRequest
 from kvstore.replay.simulate import Bench
@@ -118,7 +119,11 @@ class Tuner:
         self._resamples = Resamples(bench.requests, bench.setup.seed)
         costs = bench.costs
         self._whole = np.array([costs.cost.seconds(int(n), 0) for n in bench.trace.inputs])
-        self._span = max(float(bench.trace.times[-1]), 1e-9)
+        self._span = float(bench.trace.times[-1])
+        if self._span <= 0:
+            raise InvalidRequest(
+                f"{bench.setup.trace} spans no time; money a month needs a trace of some seconds"
+            )
         self._block_bytes = bench.trace.block_size * costs.bytes_per_token
         self._known: dict[Probe, Outcome] = {}
 
@@ -155,17 +160,18 @@ class Tuner:
         host = disk = worse = 0
         while worse < PATIENCE:
             options = [(host + 1, disk)] if not path else [(host + 1, disk), (host, disk + 1)]
-            probes = [
-                Probe(policy, sizes) for sizes in map(self._sizes, options) if sizes is not None
-            ]
-            outcomes = [one for one in self._probe(probes) if self._affordable(one)]
+            sizes = {self._sizes(option): option for option in reversed(options)}
+            sizes.pop(None, None)
+            outcomes = self._probe([Probe(policy, one) for one in sizes if one is not None])
+            outcomes = [one for one in outcomes if self._affordable(one)]
             if not outcomes:
                 break
             best = max(outcomes, key=self._net)
+            host, disk = sizes[best.capacities]
+            if path and best.capacities == path[-1].capacities:
+                continue  # of a trace so small that several steps are one size
             worse = worse + 1 if path and self._net(best) < self._net(path[-1]) else 0
             path.append(best)
-            index = [self._sizes(option) for option in options].index(best.capacities)
-            host, disk = options[index]
         return path
 
     def _sizes(self, step: tuple[int, int]) -> tuple[int, int] | None:

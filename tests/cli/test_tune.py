@@ -55,3 +55,13 @@ def test_bad_options(
     assert out == ""
     assert err.count("\n") == 1
     assert sentence in err
+
+
+def test_trace_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trace of no time or of no blocks is refused by a sentence."""
+    path = tmp_path / "trace.jsonl"
+    for length, ids, sentence in ((600, [1, 2], "spans no time"), (0, [], "has no block")):
+        line = {"timestamp": 0, "input_length": length, "output_length": 1, "hash_ids": ids}
+        path.write_text(json.dumps(line) + "\n")
+        assert run(["tune", str(path), "--jobs", "1"]) == 1
+        assert sentence in capsys.readouterr().err
