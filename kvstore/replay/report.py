@@ -257,27 +257,27 @@ def _dot(colour: str) -> str:
 def _links_section(results: list[Result], colours: dict[str, str]) -> str:
     links = list(dict.fromkeys(link for r in results for link in r["bytes_by_link"]))
     most = max([size for r in results for size in r["bytes_by_link"].values()] + [1])
-    cards = []
-    for some in _by_size(results):
-        rows = []
-        for result in some:
-            colour = colours[result["policy"]]
-            moved = result["bytes_by_link"]
-            cells = [_bar(moved.get(link, 0), most, len(links), colour) for link in links]
-            per_second = result["bytes_per_saved_second"]
-            worth = "-" if per_second is None else format_bytes(per_second)
-            rows.append([_name_cell(result, colour), *cells, worth])
-        bars = table(["policy", *links, "a saved second"], [rows], 1 + len(links))
-        cards.append(f'<div class="card"><h3>{_sizes(some[0])}</h3>{bars}</div>')
+    groups = [
+        [_link_cells(result, links, most, colours[result["policy"]]) for result in some]
+        for some in _by_size(results)
+    ]
+    head = ["policy", "tiers", *links, "a saved second"]
     return (
         "<h2>Bytes over each link</h2><p class='soft'>host&gt;hbm is what is restored, hbm&gt;host "
         "what is stored; in the last column, bytes restored for each second saved.</p>"
-        f'<div class="grid wide">{"".join(cards)}</div>'
+        f'<div class="card dense">{table(head, groups, 2 + len(links))}</div>'
     )
 
 
+def _link_cells(result: Result, links: list[str], most: int, colour: str) -> list[str]:
+    moved, per_second = result["bytes_by_link"], result["bytes_per_saved_second"]
+    bars = [_bar(moved.get(link, 0), most, len(links), colour) for link in links]
+    worth = "-" if per_second is None else format_bytes(per_second)
+    return [_name_cell(result, colour), _sizes(result), *bars, worth]
+
+
 def _bar(size: int, most: int, links: int, colour: str) -> str:
-    width = round(180 / links * size / most)
+    width = round(360 / links * size / most)
     return (
         f'<span class="bar" style="width:{width}px;background:var(--{colour})"></span> '
         f'<span class="soft">{format_bytes(size)}</span>'
@@ -333,7 +333,10 @@ def _gap_text(ratio: float | None) -> str:
 
 
 def _endurance(endurance: dict[str, Any] | None) -> str:
-    return "-" if endurance is None else f"{endurance['budget_used_ratio']:.2g} x budget"
+    if endurance is None:
+        return "-"
+    used = endurance["budget_used_ratio"]
+    return f"{used:,.0f} x budget" if used >= 10 else f"{used:.2g} x budget"
 
 
 def _notes() -> str:
