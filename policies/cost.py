@@ -256,6 +256,16 @@ class PathModel(MeasuredModel):
         total = float(byte_count) + float(queued_bytes)
         return self._fit.observe((1.0, total), seconds, (total,))
 
+    def observe_overdue(self, seconds: float, byte_count: int, queued_bytes: int = 0) -> bool:
+        """A transfer that is not there after `seconds`: news if 99 % would be by now.
+
+        It takes at least that long. Without it, a link that is much slower than believed would be
+        used until the first transfer over it ends. False if it is no news.
+        """
+        if not seconds > self.seconds(byte_count, queued_bytes, P99):
+            return False
+        return self.observe(seconds, byte_count, queued_bytes)
+
     def cost(self, share: float | None = None) -> LinkCost:
         """L and 1/B: the mean's, or those that `share` of the measurements were below."""
         mean = LinkCost(*self._fit.coefficients)

@@ -49,11 +49,15 @@ class LeafScores:
             self._runs.append(run)
             if slot == len(self._rows):
                 self._grow()
-        row, seconds, loss = self._terms(run)
-        self._rows[slot], self._times[slot], self._losses[slot] = row, seconds, loss
-        score = self._model.index(row, self._model.now - seconds) * loss
+        score = self._write(run, slot)
         if score < self._threshold:
             heapq.heappush(self._queue, (score, run))
+
+    def _write(self, run: Run, slot: int) -> float:
+        """Notes what the run's last block is scored by; answers the score."""
+        row, seconds, loss = self._terms(run)
+        self._rows[slot], self._times[slot], self._losses[slot] = row, seconds, loss
+        return self._model.index(row, self._model.now - seconds) * loss
 
     def _grow(self) -> None:
         self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
@@ -85,11 +89,6 @@ class LeafScores:
             return 0, self._model.now, self._loss(run)
         return use.row(run.first + run.ready - 1), use.seconds, self._loss(run) * use.weight
 
-    def score(self, run: Run) -> float:
-        """Seconds saved per second of keeping the run's last block, now."""
-        row, seconds, loss = self._terms(run)
-        return self._model.index(row, self._model.now - seconds) * loss
-
     def first(self, limit_blocks: Callable[[], int]) -> tuple[float, Run] | None:
         """The leaf with the lowest score; it stays queued. `limit_blocks` counts the tenant's."""
         queue = self._queue
@@ -99,14 +98,16 @@ class LeafScores:
             if not queue and not self._pass():
                 return None
             before, run = queue[0]
-            if run not in self._slots:
+            slot = self._slots.get(run)
+            if slot is None:
                 heapq.heappop(queue)
                 continue
             if not run.is_leaf(self._tier):
                 heapq.heappop(queue)
                 self.take_out(run)
                 continue
-            score = self.score(run)
+            # Noted again: what the next pass reads has to agree with it, or they never meet.
+            score = self._write(run, slot)
             if score > self._threshold * SLACK:
                 heapq.heappop(queue)
             elif score > before:

@@ -2,7 +2,8 @@
 
 Every plan that the engine can execute competes: load all, recompute all, a shorter prefix, and for
 engines that can the middle split, each by its time to the first token plus what it costs others.
-With a deadline it is the cheapest one whose 99 % time meets it.
+With a deadline it is the cheapest one whose 99 % time meets it. Recomputing all wins near ties: it
+takes what it takes, while loads depend on what others do.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Decision:
         if chosen.price:
             what += f", with {_ms(chosen.price)} for what it costs others"
         deadline = self.situation.deadline_seconds
+        if deadline is None and chosen.objective > min(p.objective for p in self.alternatives):
+            what += "; what a load gains is not worth its risk"
         if deadline is not None:
             verdict = "missed by every plan" if self.is_predicted_miss else "met"
             what += f"; the deadline of {_ms(deadline)} is {verdict}"
@@ -151,7 +154,7 @@ def decide(situation: Situation, p50: Costs, p99: Costs | None = None) -> Decisi
             for slow in _best(free, free)
             if slow.cut not in known
         ]
-    chosen = _choose(alternatives, situation.deadline_seconds)
+    chosen = _choose(alternatives, situation)
     others = [other for other in alternatives if other is not chosen]
     return Decision(timing, late, chosen, others)
 
@@ -177,13 +180,24 @@ def _best(timing: Timing, late: Timing) -> list[Alternative]:
     return best
 
 
-def _choose(alternatives: list[Alternative], deadline: float | None) -> Alternative:
+def _choose(alternatives: list[Alternative], situation: Situation) -> Alternative:
+    deadline = situation.deadline_seconds
     if deadline is None:
-        return min(alternatives, key=lambda plan: plan.objective)
+        recompute, caution = alternatives[0], situation.caution
+        worth_it = [plan for plan in alternatives if _is_worth_it(plan, recompute, caution)]
+        return min(worth_it, key=lambda plan: plan.objective)
     in_time = [plan for plan in alternatives if plan.p99_seconds <= deadline]
     if in_time:
         return min(in_time, key=lambda plan: (plan.price, plan.p50_seconds))
     return min(alternatives, key=lambda plan: plan.p99_seconds)
+
+
+def _is_worth_it(plan: Alternative, recompute: Alternative, caution: float) -> bool:
+    """Whether a plan gains enough over recomputing all, for what it may cost if all is slow."""
+    if plan is recompute or not caution:
+        return True
+    risk = max(0.0, plan.p99_seconds - recompute.p99_seconds)
+    return plan.objective + caution * (recompute.objective + risk) < recompute.objective
 
 
 def _steps(situation: Situation, bounds: list[int], cut: Cut) -> Iterator[PlanStep]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from kvstore.policies.index import Run
-from kvstore.policies.uses import DIGEST_FORMAT, Request, Use
+from kvstore.policies.uses import Request, Use, digest_words
 
 BLOCKS_MAX = 1 << 20
 
@@ -21,7 +21,7 @@ class ReferenceCounts:
 
     def on_request(self, use: Use, request: Request) -> None:
         counts = self._counts
-        digests = memoryview(request.digests).cast(DIGEST_FORMAT).tolist()
+        digests = digest_words(request.digests)
         use.counts = counted = [counts.get(digest, 0) + 1 for digest in digests]
         counts.update(zip(digests, counted, strict=True))
         if len(counts) > BLOCKS_MAX:

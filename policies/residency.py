@@ -323,6 +323,10 @@ class Residency:
     def on_leaf(self, run: Run, tier: int) -> None:
         for policy in self._rankings(tier, run):
             policy.on_leaf(run)
+        if tier and run.is_leaf(0):
+            # With a copy below, less is lost when it goes from above.
+            for policy in self._rankings(0, run):
+                policy.on_leaf(run)
 
     def on_unanchor(self, run: Run) -> None:
         for policy in self._holders(run):

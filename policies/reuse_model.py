@@ -22,7 +22,7 @@ from kvstore.policies.reuse_curves import (
 )
 from kvstore.policies.reuse_hints import Hints
 from kvstore.policies.reuse_units import Units
-from kvstore.policies.uses import DIGEST_FORMAT, UNKNOWN_TOKENS, Request, Use
+from kvstore.policies.uses import UNKNOWN_TOKENS, Request, Use, digest_words
 
 DIRECTORY_BLOCKS_MAX = 1 << 20
 HUB_CHILDREN = 8
@@ -62,7 +62,7 @@ class ReuseModel:
         if self._first_request < 0:
             self._first_request = use.number
         self.now = max(self.now, request.seconds)
-        digests = memoryview(request.digests).cast(DIGEST_FORMAT).tolist()
+        digests = digest_words(request.digests)
         found = list(map(self._directory.get, digests))
         known = found.index(None) if None in found else len(found)
         turn, growth = self._turn(digests, found, known, request)

@@ -129,11 +129,9 @@ class Units:
         dead = self.first - self._taken
         if dead < FORGET_UNITS:
             return
-        columns = (
-            self._times, self._shapes, self._sizes, self._alive, self._weights, self._thetas,
-            *self._codes,
-        )  # fmt: skip
-        for column in columns:
-            del column[:dead]
+        for numbers in (self._shapes, self._sizes, self._alive, *self._codes):
+            del numbers[:dead]
+        for values in (self._times, self._weights, self._thetas):
+            del values[:dead]
         self._taken = self.first
         self._passed = [max(passed, self.first) for passed in self._passed]

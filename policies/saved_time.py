@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from kvstore.policies.base import Context, register
 from kvstore.policies.index import Run
@@ -115,7 +116,7 @@ class SavedTime:
         for tenant in tenants:
             scores = self._tenants.get(tenant)
             if scores is not None and len(scores):
-                found = scores.first(lambda name=tenant: self._blocks(name))
+                found = scores.first(partial(self._blocks, tenant))
                 if found is not None and (best is None or found < best):
                     best = found
         return None if best is None else best[1]

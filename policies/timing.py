@@ -18,6 +18,7 @@ NONE, LAYERWISE = "none", "layerwise"
 PREFIX, SPLIT = "prefix", "split"
 CHUNK_BYTES = 4 << 20
 PARTS_MAX = 8  # that plans are cut by
+CAUTION = 0.05
 
 
 class Segment(NamedTuple):
@@ -58,6 +59,8 @@ class Situation(NamedTuple):
     queued_prefill_tokens: int = 0
     prefill_chunk_tokens: int = 0
     chunk_bytes: int = CHUNK_BYTES
+    # Share of its seconds that recomputing must lose by, since it never disappoints.
+    caution: float = CAUTION
 
     @property
     def matched_tokens(self) -> int:

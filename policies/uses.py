@@ -19,7 +19,6 @@ from kvstore.core.space import Space
 UNKNOWN_TOKENS = -1
 REUSE_HINTS = ("", "none", "likely", "certain")
 PRIORITY_MAX = 3
-DIGEST_FORMAT = "Q"  # Of a memoryview or array: digests are packed words of the machine.
 
 
 class Request(NamedTuple):
@@ -67,6 +66,11 @@ class Use:
         """Row of the block at `position` of the request's chain."""
         rows: tuple[int, int] = self.rows
         return rows[position >= self.known]
+
+
+def digest_words(packed: bytes) -> list[int]:
+    """Packed digests as integers."""
+    return memoryview(packed).cast("Q").tolist()
 
 
 def newest(mine: Use | None, other: Use | None) -> Use | None:
