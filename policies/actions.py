@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstore.policies.index import Run
+
+
+class Event(NamedTuple):
+    """Something residency was told, with what a replay needs to tell it again."""
+
+    name: str
+    values: tuple[Any, ...]
 
 
 class Admit(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstore.core.space import Space
 from kvstore.policies import (  # noqa: F401  (they register themselves)
@@ -18,18 +18,11 @@ from kvstore.policies import (  # noqa: F401  (they register themselves)
     sieve,
 )
 from kvstore.policies.accounts import Accounts, Quota, pool_in
-from kvstore.policies.actions import Action, Admit, Demote, Drop
+from kvstore.policies.actions import Action, Admit, Demote, Drop, Event
 from kvstore.policies.base import Context, EvictionPolicy, create
 from kvstore.policies.demotion import DemotionQueue
 from kvstore.policies.index import PrefixIndex, Run, Span
 from kvstore.policies.uses import Request, Use, newest
-
-
-class Event(NamedTuple):
-    """Something residency was told, with what a replay needs to tell it again."""
-
-    name: str
-    values: tuple[Any, ...]
 
 
 class Residency:
