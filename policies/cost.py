@@ -18,6 +18,7 @@ RECOMPUTE_FORGETTING, PATH_FORGETTING = 0.99, 0.98
 CACHED_TOKENS_FLOOR = 256
 TOKENS_MAX, BYTES_MAX = 1 << 36, 1 << 60
 P50, P99 = 0.50, 0.99
+OVERDUE_RATIO = 3.0
 
 
 class CallCost(NamedTuple):
@@ -257,12 +258,13 @@ class PathModel(MeasuredModel):
         return self._fit.observe((1.0, total), seconds, (total,))
 
     def observe_overdue(self, seconds: float, byte_count: int, queued_bytes: int = 0) -> bool:
-        """A transfer that is not there after `seconds`: news if 99 % would be by now.
+        """A transfer that is not there after `seconds`; False if that is no news yet.
 
         It takes at least that long. Without it, a link that is much slower than believed would be
-        used until the first transfer over it ends. False if it is no news.
+        used until the first transfer over it ends. Measured against the mean and not the quantiles,
+        since they grow with every such news.
         """
-        if not seconds > self.seconds(byte_count, queued_bytes, P99):
+        if not seconds > OVERDUE_RATIO * self.seconds(byte_count, queued_bytes):
             return False
         return self.observe(seconds, byte_count, queued_bytes)
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,17 @@ class Judged(NamedTuple):
     @property
     def regret_ratio(self) -> float:
         return self.seconds / self.best_seconds - 1.0
+
+
+@dataclass
+class Transfer:
+    """A transfer under way; a daemon knows all of it but the end."""
+
+    end: float
+    begin: float
+    byte_count: int
+    queued_bytes: int
+    look_at: float
 
 
 def run(quick: bool = False, seed: int = 0) -> dict[str, Any]:
@@ -117,9 +129,9 @@ class Bench:
         self._paths = {
             name: PathModel(LinkIdentity(name), LINK_PRIOR) for name in world.bytes_per_second
         }
-        # Transfers under way: when each link is free, and its queue of (end, bytes).
+        # When each link is free, and its queue.
         self._free = dict.fromkeys(self._paths, 0.0)
-        self._under_way: dict[str, list[tuple[float, int]]] = {name: [] for name in self._paths}
+        self._under_way: dict[str, list[Transfer]] = {name: [] for name in self._paths}
         self._idle = [rng.random() * 1e-3 for _ in range(concurrent)]
         # Measurements become known when what they measure ends.
         self._pending: list[tuple[float, int, tuple[Any, ...]]] = []
@@ -131,6 +143,7 @@ class Bench:
             at = heapq.heappop(self._idle)
             self._clock.advance(max(0.0, at - self._clock.now()))
             self._learn()
+            self._look_at_overdue()
             situation = self._request()
             decision = decide(situation, self._costs(0.5), self._costs(0.99))
             end = self._execute(situation, decision)
@@ -166,8 +179,18 @@ class Bench:
 
     def _queued(self, link: str) -> int:
         now = self._clock.now()
-        self._under_way[link] = [one for one in self._under_way[link] if one[0] > now]
-        return sum(size for _, size in self._under_way[link])
+        self._under_way[link] = [one for one in self._under_way[link] if one.end > now]
+        return sum(one.byte_count for one in self._under_way[link])
+
+    def _look_at_overdue(self) -> None:
+        """A transfer that should be there by now tells something before it ends."""
+        now = self._clock.now()
+        for name, transfers in self._under_way.items():
+            for one in transfers:
+                if one.end > now >= one.look_at:
+                    seconds = now - one.begin
+                    self._paths[name].observe_overdue(seconds, one.byte_count, one.queued_bytes)
+                    one.look_at = now + seconds  # again when it took twice as long
 
     def _judge(self, situation: Situation, decision: Decision) -> Judged:
         world, matched = self._world, situation.matched_tokens
@@ -196,7 +219,7 @@ class Bench:
         begin = max(now, self._free[name])
         self._free[name] = begin + plain * noise(self._rng)
         end = self._free[name] + world.latency_seconds[name]
-        self._under_way[name].append((self._free[name], size))
+        self._under_way[name].append(Transfer(self._free[name], now, size, queued, now))
         self._later(end, name, end - now, size, queued)
         return end
 

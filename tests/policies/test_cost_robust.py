@@ -106,6 +106,20 @@ def test_outliers_are_clipped(factor: float) -> None:
     assert path.counters["shifts"] == recompute.counters["shifts"] == 0
 
 
+def test_a_disk_that_hangs_is_noticed_before_it_answers() -> None:
+    """A transfer that is overdue tells something; one that is not tells nothing."""
+    path = fitted_path()
+    before = path.cost()
+    for share in (0.5, 1.1, 2.9):
+        assert not path.observe_overdue(share * path.seconds(MIB), MIB)
+    assert not path.observe_overdue(math.nan, MIB)
+    assert path.cost() == before
+    assert path.observe_overdue(100 * NVME.seconds(MIB), MIB)
+    for _ in range(7):
+        path.observe_overdue(100 * NVME.seconds(MIB), MIB)
+    assert path.seconds(64 * MIB) > 20 * NVME.seconds(64 * MIB)
+
+
 def test_a_clock_step_is_one_outlier() -> None:
     """A clock that steps by an hour during a transfer moves the prediction by less than 15 %."""
     path = fitted_path()

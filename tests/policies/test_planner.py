@@ -143,6 +143,25 @@ def test_with_time_to_spare_the_cheapest_plan_is_taken() -> None:
     assert decide(disk, USUAL, SLOW).kind == RECOMPUTE_ALL
 
 
+def test_near_ties_are_recomputed() -> None:
+    """Recomputing wins unless a load gains 5 % of it, and 5 % of what it costs if all is slow."""
+    matched = 1_040
+    situation = Situation((segment(matched, "disk"),), 64)
+    recompute = CALL.seconds(matched + 64, 0)
+    tail = CALL.seconds(64, matched)
+
+    def choose(load_seconds: float, late_seconds: float) -> Decision:
+        bandwidths = [matched * KV_BYTES / seconds for seconds in (load_seconds, late_seconds)]
+        return decide(situation, *(costs(disk=(0.0, one)) for one in bandwidths))
+
+    assert choose(recompute * 0.94 - tail, recompute - tail).kind == LOAD_ALL
+    tie = choose(recompute * 0.96 - tail, recompute - tail)
+    assert tie.kind == RECOMPUTE_ALL
+    assert tie.reason.endswith("what a load gains is not worth its risk")
+    assert choose(recompute * 0.5 - tail, recompute * 2.0).kind == LOAD_ALL
+    assert choose(recompute * 0.5 - tail, recompute * 11.0).kind == RECOMPUTE_ALL
+
+
 def test_prices_move_the_split() -> None:
     """A dearer GPU computes less, a dearer disk loads less."""
     free = decide(TWO_TIERS, USUAL)

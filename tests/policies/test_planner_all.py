@@ -122,6 +122,7 @@ def plain_seconds(situation: Situation, costs: Costs, cut: Cut) -> tuple[float, 
 def test_never_worse_than_the_best_of_all_plans(given_: tuple[Situation, Costs]) -> None:
     """No executable plan has a lower objective, and predictions are what the formulas say."""
     situation, costs = given_
+    situation = situation._replace(caution=0.0)
     decision = decide(situation, costs)
     best = min(sum(plain_seconds(situation, costs, cut)) for cut in all_cuts(situation))
     assert decision.chosen.objective <= best * (1 + 1e-9) + 1e-12
@@ -139,6 +140,7 @@ def test_deadlines_are_met_where_any_plan_meets_them(
 ) -> None:
     """A miss is predicted only when no plan is in time; then the fastest one is taken."""
     situation, costs = given_
+    situation = situation._replace(caution=0.0)
     late = Costs(costs.call, {name: one.times(slower) for name, one in costs.links.items()})
     fastest = min(plain_seconds(situation, late, cut)[0] for cut in all_cuts(situation))
     decision = decide(situation._replace(deadline_seconds=fastest * share + 1e-9), costs, late)
@@ -154,6 +156,7 @@ def test_a_faster_link_is_never_worse(
 ) -> None:
     """More bandwidth lowers the objective, or leaves it; so does an idle queue."""
     situation, costs = given_
+    situation = situation._replace(caution=0.0)
     before = decide(situation, costs).chosen.objective
     one = costs.links[name]._replace(byte_seconds=costs.links[name].byte_seconds / faster)
     after = decide(situation, costs._replace(links={**costs.links, name: one}))
@@ -167,6 +170,7 @@ def test_a_faster_link_is_never_worse(
 def test_steps_tile_the_match(given_: tuple[Situation, Costs]) -> None:
     """Each matched token comes from one place, in order, and only declared shapes are planned."""
     situation, costs = given_
+    situation = situation._replace(caution=0.0)
     decision = decide(situation, costs)
     for plan in decision.alternatives:
         steps, at = decision.steps(plan.cut), situation.local_tokens
