@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from heapq import merge
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def workloads(paths: Sequence[Path], seed: int, quick: bool) -> Iterator[tuple[s
         yield f"{name}, other ids", partial(_shuffled, path, limit, seed)
         for how, factor in SPEEDS.items():
             yield f"{name}, {how}", partial(_faster, path, limit, factor)
-    for first, second in zip(paths, paths[1:], strict=False):
+    for first, second in pairwise(paths):
         yield "both traces", partial(_interleaved, first, second, limit)
     for preset in preset_names():
         yield f"generated {preset}", partial(_generated, preset, seed, quick)

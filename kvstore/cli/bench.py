@@ -39,6 +39,7 @@ TARGETS = {
         "share_slower_than_recompute": ("<=", 0.01),
         "mean_regret_ratio": ("<=", 0.05),
     },
+    "policies": {"worst_cell_points": ("<=", 0.5)},
 }
 HELP = {
     "restore": "Lookup and restore of 1 MiB blocks against a plain copy and an empty gRPC call.",
@@ -48,6 +49,7 @@ HELP = {
     "disk": "Restores from disk and flushes to it against plain direct reads and writes.",
     "start": "Seconds until a daemon with a million blocks on disk serves, also after kill -9.",
     "decide": "Restore plans from learned costs against the best plans there are, simulated.",
+    "policies": "Policy saved_time against the better of lru and gdsf, cell by cell, simulated.",
 }
 path_option = click.option(
     "--path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
@@ -61,10 +63,20 @@ seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="Which engines, links and prompts are drawn.",
 )  # fmt: skip
+workload_seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+    help="Which workloads are generated, and which ids are given to blocks.",
+)  # fmt: skip
+traces_option = click.option(
+    "--trace", "traces", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True, metavar="FILE",
+    help="A trace to judge by; may be repeated. Else the shipped one.",
+)  # fmt: skip
 OPTIONS = {
     "disk": [path_option],
     "start": [path_option, blocks_option],
     "decide": [seed_option],
+    "policies": [workload_seed_option, traces_option],
 }
 
 
@@ -75,7 +87,7 @@ OPTIONS = {
 def command(context: click.Context, as_json: bool, quick: bool) -> None:
     """Measure this store on this machine; without a name, all of it, one after the other.
 
-    Each but `decide` starts a daemon of its own. Exit 1 if a byte that came back was wrong.
+    All but `decide` and `policies` start a daemon. Exit 1 if a byte that came back was wrong.
     """
     if context.invoked_subcommand is None:
         results = {}
@@ -89,11 +101,11 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
 
 
 def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
-    from kvstore.bench import decide, disk, lookup, memory, put, restore, start
+    from kvstore.bench import decide, disk, lookup, memory, policies, put, restore, start
 
     modules: dict[str, Any] = {
         "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
-        "start": start, "decide": decide,
+        "start": start, "decide": decide, "policies": policies,
     }  # fmt: skip
     return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 
