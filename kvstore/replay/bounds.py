@@ -22,6 +22,7 @@ from kvstore.policies.cost import CallCost, RecomputePrior
 from kvstore.replay.columns import TraceColumns
 
 PRICE_STEPS = 1000
+STEP_WORK_MAX = 100_000_000  # stretches looked at in all steps together
 NEVER = 1 << 62
 DEFAULT_COST = RecomputePrior().cost
 # Adam (Kingma and Ba, 2015) on the prices; the last two are its usual decays.
@@ -75,8 +76,10 @@ def optimum(
     token_ratio, seconds_ratio = saved_shares(trace, belady, seconds)
     reuses = find_reuses(trace, seconds)
     upper, prices = price_bound(reuses, capacity, trace.request_count, steps)
-    priced = keep_hits(trace, capacity, _worth_first(trace, reuses, prices))
-    lower = max(seconds_ratio, saved_shares(trace, priced, seconds)[1])
+    lower = seconds_ratio
+    if lower < upper / total - 1e-9:
+        priced = keep_hits(trace, capacity, _worth_first(trace, reuses, prices))
+        lower = max(lower, saved_shares(trace, priced, seconds)[1])
     return Optimum(capacity, token_ratio, seconds_ratio, lower, max(lower, upper / total))
 
 
@@ -150,16 +153,18 @@ def price_bound(
 ) -> tuple[float, np.ndarray]:
     """(most seconds that can be saved, the prices that show it), one price a request.
 
-    Starts from the best single price and moves each price with the room left at its time.
+    Starts from the best single price and moves each price with the room left at its time; fewer
+    steps where each would take long.
     """
-    prices = np.full(request_count, _single_price(reuses, capacity, request_count))
-    if not len(reuses.start) or not prices[0]:
-        # One price of 0: all that comes again fits at all times, or nothing comes again.
-        prices[:] = 0
+    free = np.zeros(request_count)
+    value, room = _dual(reuses, capacity, free)
+    if not len(reuses.start) or room.min() >= 0:
+        return value, free  # All that comes again fits at all times.
+    prices = free + _single_price(reuses, capacity, request_count)
     best, best_prices = _dual(reuses, capacity, prices)[0], prices.copy()
     step = STEP_SHARE * (prices[0] or _mean_density(reuses))
     mean, square = np.zeros(request_count), np.zeros(request_count)
-    for k in range(1, steps + 1 if len(reuses.start) else 0):
+    for k in range(1, min(steps, STEP_WORK_MAX // len(reuses.start)) + 1):
         value, room = _dual(reuses, capacity, prices)
         if value < best:
             best, best_prices = value, prices.copy()
@@ -178,8 +183,6 @@ def _mean_density(reuses: Reuses) -> float:
 
 def _single_price(reuses: Reuses, capacity: int, request_count: int) -> float:
     """The price at which what is worth it fills the cache over the whole trace, and no more."""
-    if not len(reuses.start):
-        return 0.0
     room = reuses.blocks * (reuses.stop - reuses.start)
     density = reuses.seconds / room
     order = np.argsort(-density)
