@@ -92,7 +92,7 @@ def test_core_dependencies_leave_torch_out() -> None:
     for requirement in PROJECT["project"]["dependencies"]:
         assert not requirement.startswith(("torch", "triton", "cupy")), requirement
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"torch", "triton", "cupy", "gpu"}
+    assert set(extras) == {"bounds", "torch", "triton", "cupy", "gpu"}
 
 
 def test_wheel_contains_only_kvstore(wheel: Path) -> None:
