@@ -158,5 +158,6 @@ def _advice(document: dict[str, Any]) -> str:
     )
     writes = best["drive_writes_per_day"]
     if writes is not None and writes > 1:
-        text += f" Its disk would be written {writes:,.0f} times a day: tiers.disk.endurance_dwpd caps that."
+        text += f" Its disk would be written {writes:,.0f} times a day, unless"
+        text += " tiers.disk.endurance_dwpd caps that."
     return text
