@@ -96,7 +96,7 @@ class DiskSection(Section, frozen=True):
     endurance_dwpd: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
     demote_watermark: Share = 0.75
     read_timeout_seconds: Seconds = 5.0
-    read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     direct: bool = True
 
 
@@ -129,6 +129,7 @@ class LimitsSection(Section, frozen=True):
     inflight_message_bytes: Size = Size(256 * MIB)
     message_bytes: Size = Size(4 * MIB)
     events_kept: Count = 65_536
+    decisions_kept: Count = 4096
 
 
 class IndexSection(Section, frozen=True):

@@ -56,12 +56,13 @@ class Lease:
 
     Shared by all sessions of `engine` (the ranks of one engine); it ends by release, finish, its
     time, or the death of the engine's last session. `holders` are the sessions that looked it up:
-    a release counts when the last of them has released. `result` has the slots of `shard`. Of a
-    lost lease, `remains` is the anchor on what is left of its blocks.
+    a release counts when the last of them has released. `result` has the slots of `shard`, and
+    `decision` is why it is what it is. Of a lost lease, `remains` is the anchor on what is left of
+    its blocks.
     """
 
     __slots__ = (
-        "anchor", "attachment", "block_count", "engine", "expires", "holders", "id",
+        "anchor", "attachment", "block_count", "decision", "engine", "expires", "holders", "id",
         "leased_bytes", "local_tokens", "remains", "request_id", "result", "shard",
         "symbols_digest",
     )  # fmt: skip
@@ -83,3 +84,4 @@ class Lease:
         self.holders: set[Any] = set()
         self.shard = 0
         self.result: Any = None
+        self.decision: Any = None

@@ -47,6 +47,21 @@ class Query(msgspec.Struct, frozen=True):
     reuse: ReuseHints = NO_HINTS
 
 
+class Ask(msgspec.Struct, frozen=True):
+    """What a lookup tells of its request: the whole prompt, its deadline, how busy the engine is.
+
+    `prompt_tokens` has the partial last block, too; 0 where only full blocks are known of.
+    """
+
+    prompt_tokens: int = 0
+    deadline_seconds: float | None = None
+    queued_prefill_tokens: int = 0
+    gpu_busy_ratio: float = 0.0
+
+
+NO_ASK = Ask()
+
+
 class PlanStep(msgspec.Struct, frozen=True):
     """Tokens [first_token, first_token + token_count) come from `source`, a tier or recompute."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 DEMOTION_SKIPS = ("endurance", "queue", "quota", "room", "degraded", "failed")
 """Why a block was not written to disk: the writes of the day are used up, the link's queue is
 full, its tenant's cap, no slot to be had, the tier has a problem, the write failed."""
-RESTORE_FAILURES = ("corrupt", "failed", "timeout", "queue", "room", "lost")
-"""Why a block on disk did not come to host memory: wrong bytes, a failed or late read, the link's
+RESTORE_FAILURES = ("corrupt", "failed", "timeout", "late", "queue", "room", "lost")
+"""Why a block on disk did not come to host memory: wrong bytes, a failed read, one
+that did not end in time, a restore so far behind its plan that recomputing is faster, the link's
 queue is full, no room in the host tier, its lease ended meanwhile."""
 
 
@@ -61,6 +62,22 @@ class Recorder:
 
     def restore_failed(self, reason: str, blocks: int) -> None:
         """Blocks of a Restore could not be had; see RESTORE_FAILURES for reasons."""
+
+    def planned(self, kind: str, measured: bool) -> None:
+        """A lookup was answered with a plan of this kind, by measured costs or for want of them."""
+
+    def plan_ended(self, kind: str, predicted: float, measured: float, regret: float) -> None:
+        """Seconds to the first token of a plan that was carried out, and what others would have
+        spared.
+        """
+
+    def deadline_missed(self, predicted: bool) -> None:
+        """A request's deadline was missed, or will be by any plan if it was `predicted`."""
+
+    def set_cost(
+        self, subject: str, fitted: bool, sample_count: int, ratio_p50: float, ratio_p99: float
+    ) -> None:
+        """A cost model now: its state, and measured over predicted seconds."""
 
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         """Blocks did not match their checksum and became misses."""

@@ -43,6 +43,12 @@ class CostView:
     ratio_p50: float
     ratio_p99: float
 
+    @property
+    def label(self) -> str:
+        """Subject and device in one; of the daemon's own links there is one each."""
+        is_own = self.subject in ("disk>host", "host>disk")
+        return self.subject if is_own or not self.device else f"{self.subject} on {self.device}"
+
 
 @dataclass(frozen=True, slots=True)
 class StatusView:

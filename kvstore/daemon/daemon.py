@@ -233,6 +233,11 @@ class Daemon:
             )  # fmt: skip
             self.metrics.set_tier_degraded(name, bool(tier.problem))
             self._problems.tell(name, tier.problem)
+        for cost in view.costs:
+            self.metrics.set_cost(
+                cost.label, cost.state == "fitted", cost.sample_count, cost.ratio_p50,
+                cost.ratio_p99,
+            )  # fmt: skip
         for link in self._links:
             self.metrics.set_queue(link, self._mover.queued_bytes(link))
 

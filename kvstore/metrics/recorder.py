@@ -21,7 +21,16 @@ from prometheus_client.metrics_core import (
 
 import kvstore
 from kvstore.core.recorder import Recorder
-from kvstore.metrics.table import COUNTER, HISTOGRAM, RESULTS, TABLE, TIERS, TIMED_METHODS, Row
+from kvstore.metrics.table import (
+    COSTS_KNOWN,
+    COUNTER,
+    HISTOGRAM,
+    RESULTS,
+    TABLE,
+    TIERS,
+    TIMED_METHODS,
+    Row,
+)
 
 Labels = tuple[str, ...]
 
@@ -123,6 +132,7 @@ class Metrics(Recorder):
         self._hit_tokens = {t: self.number("kvstore_hit_tokens_total", t) for t in TIERS}
         self._seconds = {m: self.histogram(name) for m, name in TIMED_METHODS.items()}
         self._restored_bytes = {t: self.number("kvstore_restored_bytes_total", t) for t in TIERS}
+        self._plans: dict[tuple[str, bool], Number] = {}
         self._rpcs: dict[tuple[str, str], Number] = {}
 
     def number(self, name: str, *labels: str) -> Number:
@@ -206,6 +216,30 @@ class Metrics(Recorder):
 
     def restore_failed(self, reason: str, blocks: int) -> None:
         self.number("kvstore_restore_failed_blocks_total", reason).add(blocks)
+
+    def planned(self, kind: str, measured: bool) -> None:
+        number = self._plans.get((kind, measured))
+        if number is None:
+            costs = COSTS_KNOWN[measured]
+            number = self.number("kvstore_plan_decisions_total", kind, costs)
+            self._plans[kind, measured] = number
+        number.value += 1
+
+    def plan_ended(self, kind: str, predicted: float, measured: float, regret: float) -> None:
+        self.number("kvstore_plan_predicted_seconds_total", kind).add(predicted)
+        self.number("kvstore_plan_measured_seconds_total", kind).add(measured)
+        self.number("kvstore_plan_regret_seconds_total", kind).add(regret)
+
+    def deadline_missed(self, predicted: bool) -> None:
+        self.number("kvstore_plan_deadline_misses_total", ("no", "yes")[predicted]).add()
+
+    def set_cost(
+        self, subject: str, fitted: bool, sample_count: int, ratio_p50: float, ratio_p99: float
+    ) -> None:
+        self._set("kvstore_cost_fitted", int(fitted), subject)
+        self._set("kvstore_cost_samples", sample_count, subject)
+        self._set("kvstore_cost_error_ratio", ratio_p50, subject, "p50")
+        self._set("kvstore_cost_error_ratio", ratio_p99, subject, "p99")
 
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         self.number("kvstore_corrupt_blocks_total", tier).add(blocks)

@@ -24,6 +24,9 @@ RESULTS = ("hit", "partial", "miss")
 OUTCOMES = ("stored", "present", "pending", "rejected")
 EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "corrupt", "lost_parent")
 LEASE_ENDS = ("release", "finish", "expiry", "death", "replaced", "lost")
+PLANS = ("load_all", "recompute_all", "prefix", "split")
+COSTS_KNOWN = ("unmeasured", "measured")
+COST_SUBJECTS = ("disk>host", "host>disk")
 TIMED_METHODS = {"Lookup": "kvstore_lookup_seconds", "Commit": "kvstore_commit_seconds"}
 METHODS = (
     "OpenSession", "Attach", "Lookup", "Restore", "CancelRestore", "Release", "Renew",
@@ -118,6 +121,39 @@ TABLE = (
     Row(
         "kvstore_restore_failed_blocks_total", COUNTER,
         "Blocks of a Restore that could not be had.", {"reason": RESTORE_FAILURES},
+    ),
+    Row(
+        "kvstore_plan_decisions_total", COUNTER, "Lookups answered with a plan.",
+        {"kind": PLANS, "costs": COSTS_KNOWN},
+    ),
+    Row(
+        "kvstore_plan_predicted_seconds_total", COUNTER,
+        "Predicted time to first token of plans that were carried out.", {"kind": PLANS},
+    ),
+    Row(
+        "kvstore_plan_measured_seconds_total", COUNTER,
+        "The same with loads as they were measured.", {"kind": PLANS},
+    ),
+    Row(
+        "kvstore_plan_regret_seconds_total", COUNTER,
+        "Seconds that the best other plan would have spared.", {"kind": PLANS},
+    ),
+    Row(
+        "kvstore_plan_deadline_misses_total", COUNTER,
+        "Deadlines that no plan could meet, and those missed against the prediction.",
+        {"predicted": ("yes", "no")},
+    ),
+    Row(
+        "kvstore_cost_fitted", GAUGE, "1 once a cost model is fitted to measurements.",
+        {"subject": COST_SUBJECTS},
+    ),
+    Row(
+        "kvstore_cost_samples", GAUGE, "Measurements that a cost model learned from.",
+        {"subject": COST_SUBJECTS},
+    ),
+    Row(
+        "kvstore_cost_error_ratio", GAUGE, "Measured over predicted seconds of a cost model.",
+        {"subject": COST_SUBJECTS, "quantile": ("p50", "p99")},
     ),
     Row(
         "kvstore_corrupt_blocks_total", COUNTER,

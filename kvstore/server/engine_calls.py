@@ -81,13 +81,9 @@ class EngineCalls:
         prompt = request.prompt
         reuse = request.reuse if request.HasField("reuse") else None
         query = translate.query(attachment, prompt, request.request_id, reuse)
-        deadline = None
-        if request.HasField("deadline_seconds"):
-            deadline = translate.seconds("deadline_seconds", request.deadline_seconds)
-        if request.HasField("load"):
-            translate.check_load(request.load)
+        ask = translate.ask(request)
         local = translate.local_tokens(request.local_tokens, prompt, query, space.block_size)
-        result = self._store.lookup(attachment, query, local, deadline)
+        result = self._store.lookup(attachment, query, local, ask)
         if isinstance(result, LookupResult):
             return translate.lookup_response(result, space)
         return mapped(result, lambda found: translate.lookup_response(found, space))
@@ -180,7 +176,9 @@ class EngineCalls:
         translate.seconds("seconds", request.seconds)
         if not 0 < len(request.link) <= LINK_NAME_MAX:
             raise InvalidRequest("link is empty or too long; pass one such as 'host>hbm'")
-        self._store.costs.report_transfer(attachment, request.link, request.bytes, request.seconds)
+        self._store.costs.report_transfer(
+            attachment, request.link, request.bytes, request.seconds, request.lease_id
+        )
         return pb.ReportTransferResponse()
 
 

@@ -10,6 +10,7 @@ from kvstore.core.errors import InvalidRequest, LimitReached, NotFound, SpecMism
 from kvstore.core.keys import EXTRA_DIGEST_BYTES, Chain, hash_chain, token_chain
 from kvstore.core.plan import (
     NO_HINTS,
+    Ask,
     CommitRun,
     FailedBlocks,
     LookupResult,
@@ -29,6 +30,7 @@ PLAN_SHAPES = ("prefix", "split")
 OVERLAPS = ("none", "layerwise")
 SECONDS_MAX = 1e9
 SLOT_SHIFT = 12
+PREFILL_TOKENS_MAX = 1 << 32  # that wait; more is no count
 
 
 def text(name: str, value: str) -> str:
@@ -181,8 +183,17 @@ def hints(message: pb.ReuseHints) -> ReuseHints:
 _EXPECT_REUSE = frozenset(pb.ExpectReuse.values())
 
 
-def check_load(message: pb.LoadHints) -> None:
-    ratio("load.gpu_busy_ratio", message.gpu_busy_ratio)
+def ask(request: pb.LookupRequest) -> Ask:
+    """What a lookup tells of its request; a prompt of hashes has full blocks only."""
+    tokens = len(request.prompt.tokens) // 4
+    deadline = None
+    if request.HasField("deadline_seconds"):
+        deadline = seconds("deadline_seconds", request.deadline_seconds)
+    if not request.HasField("load"):
+        return Ask(tokens, deadline)
+    load = request.load
+    busy = ratio("load.gpu_busy_ratio", load.gpu_busy_ratio)
+    return Ask(tokens, deadline, min(load.queued_prefill_tokens, PREFILL_TOKENS_MAX), busy)
 
 
 # ---- Answers ----

@@ -14,6 +14,7 @@ from kvstore.mover import Mover
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.store.costs import CostBook
+from kvstore.store.decisions import DecisionLog
 from kvstore.store.kvstore import KVStore
 from kvstore.store.leases import LeaseTable
 from kvstore.store.measured import MeasuredMover
@@ -45,6 +46,8 @@ def assemble(
     residency.attach(index)
     retired = tuple(RetiredSlots(tier) for tier in tiers)
 
+    decisions = DecisionLog(config.limits.decisions_kept, clock, recorder)
+
     def lease_ended(lease: Lease, reason: str) -> None:
         index.unanchor(lease.anchor)
         if lease.remains is not None:
@@ -52,6 +55,7 @@ def assemble(
         for slots in retired:
             slots.reader_ended(lease.id)
         recorder.lease_ended(reason)
+        decisions.lease_ended(lease.decision)
 
     costs = CostBook(config.tiers.disk.path)
     parts = Parts(
@@ -68,6 +72,7 @@ def assemble(
         next_id=lambda: next(ids),
         leases=LeaseTable(clock, config.limits.lease_ttl_seconds, lambda: next(ids), lease_ended),
         retired=retired,
+        decisions=decisions,
         costs=costs,
     )
     _set_quotas(residency, config.tenants, disk is not None)

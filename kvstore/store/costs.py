@@ -221,9 +221,10 @@ class CostKeeper:
         )
 
     def report_transfer(
-        self, attachment: Attachment, link: str, byte_count: int, seconds: float
-    ) -> None:
-        """A copy that an engine measured, over a link of its own."""
+        self, attachment: Attachment, link: str, byte_count: int, seconds: float,
+        lease_id: int = 0,
+    ) -> None:  # fmt: skip
+        """A copy that an engine measured, over a link of its own; of which match, if of one."""
         if link in OWN_LINKS:
             raise InvalidRequest(
                 f"link is {link!r}, which the daemon measures itself; pass one of the engine's, "
@@ -232,6 +233,9 @@ class CostKeeper:
         self._parts.costs.observe_transfer(
             LinkIdentity(link, attachment.device), seconds, byte_count
         )
+        lease = attachment.engine.leases.get(lease_id)
+        if lease is not None and lease.decision is not None and link.startswith(UPWARD):
+            lease.decision.copied(attachment.session.id, seconds)
 
     def tick(self, now: float) -> None:
         if now >= self._due:

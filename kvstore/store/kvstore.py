@@ -17,7 +17,9 @@ from kvstore.core.errors import (
 )
 from kvstore.core.lease import Lease
 from kvstore.core.plan import (
+    NO_ASK,
     NO_HINTS,
+    Ask,
     CommitResult,
     CommitRun,
     FailedBlocks,
@@ -222,10 +224,10 @@ class KVStore(OperatorCalls):
         attachment: Attachment,
         query: Query,
         local_tokens: int = 0,
-        deadline_seconds: float | None = None,
+        ask: Ask = NO_ASK,
     ) -> LookupResult | Completion[LookupResult]:
-        """Longest stored prefix, leased; see `store.lookup`. Deadlines count once costs do."""
-        return self._lookups.lookup(attachment, query, local_tokens)
+        """Longest stored prefix, what of it is worth loading, and a lease on that."""
+        return self._lookups.lookup(attachment, query, local_tokens, ask)
 
     def restore(
         self,
@@ -283,6 +285,7 @@ class KVStore(OperatorCalls):
         reuse: ReuseHints = NO_HINTS,
     ) -> int:
         """Ends a request's leases; answers with how many."""
+        attachment.engine.unleased.pop((attachment.space.number, request_id), None)
         lease = self.parts.leases.of_request(attachment, request_id)
         if lease is None:
             return 0
@@ -353,6 +356,7 @@ class KVStore(OperatorCalls):
             if not space.recorded:
                 self._remember(space)
         self.promoter.tick()
+        self._restores.tick(now)
         self.behind.tick(now)
         self.costs.tick(now)
         for session in list(parts.sessions.values()):

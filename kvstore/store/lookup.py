@@ -1,6 +1,6 @@
 """Lookup: the longest stored prefix of a prompt, a lease on it, and where its blocks lie.
 
-walk the index (in slices) -> check adopted bytes not yet verified -> limits -> lease -> slots
+walk the index (in slices) -> check adopted bytes not yet verified -> limits -> plan -> lease
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from functools import partial
 from typing import cast
 
 import msgspec
-import numpy as np
 import xxhash
 
 from kvstore.core.completion import Completion
 from kvstore.core.errors import Draining
 from kvstore.core.lease import Lease
-from kvstore.core.plan import RECOMPUTE, LookupResult, PlanStep, Query, RestorePlan, Slots
+from kvstore.core.plan import Ask, LookupResult, Query, RestorePlan, Slots
 from kvstore.policies.index import Span, Walk
 from kvstore.store.parts import DISK, HOST, SLICE_BLOCKS, TIER_NAMES, Parts
+from kvstore.store.planning import Plan, Planner
 from kvstore.store.promote import Promoter
 from kvstore.store.sessions import Attachment
 from kvstore.store.slices import SlicedWalk, settle
 from kvstore.store.verify import Verifier
 
-RECOMPUTE_ALL = RestorePlan("recompute_all")
+MISSED = RestorePlan("recompute_all")
 
 
 class LookupFlow:
@@ -34,9 +34,10 @@ class LookupFlow:
         self._parts = parts
         self._verifier = verifier
         self._promoter = promoter
+        self._planner = Planner(parts)
 
     def lookup(
-        self, attachment: Attachment, query: Query, local_tokens: int
+        self, attachment: Attachment, query: Query, local_tokens: int, ask: Ask
     ) -> LookupResult | Completion[LookupResult]:
         """The match of `query`; later when it takes more than one slice, or bytes need a check."""
         parts = self._parts
@@ -48,33 +49,33 @@ class LookupFlow:
         digest = attachment.root_digest(query.adapter, query.cache_salt)
         root = parts.index.find_root(attachment.space, digest)
         if root is None or attachment.space.closing:
-            return self._answer(attachment, query, local_tokens, None)
+            return self._answer(attachment, query, local_tokens, ask, None)
         walk = parts.index.walk(root, query.chain)
         if not walk.step(SLICE_BLOCKS):
-            finish = partial(self._walked, attachment, query, local_tokens, walk)
+            finish = partial(self._walked, attachment, query, local_tokens, ask, walk)
             return SlicedWalk(parts, walk, finish).answer
-        return self._walked(attachment, query, local_tokens, walk)
+        return self._walked(attachment, query, local_tokens, ask, walk)
 
     def _walked(
-        self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk
+        self, attachment: Attachment, query: Query, local_tokens: int, ask: Ask, walk: Walk
     ) -> LookupResult | Completion[LookupResult]:
         if not self._parts.unverified or not walk.ready_blocks:
-            return self._answer(attachment, query, local_tokens, walk)
+            return self._answer(attachment, query, local_tokens, ask, walk)
         if self._verifier.checked_blocks(walk) == walk.ready_blocks:
-            return self._answer(attachment, query, local_tokens, walk)
+            return self._answer(attachment, query, local_tokens, ask, walk)
         # Adopted bytes answer nobody before they were hashed again. One bounded part is checked
         # now; what lies beyond it counts as pending.
         answer: Completion[LookupResult] = Completion()
 
         def checked() -> None:
-            settle(answer, lambda: self._answer(attachment, query, local_tokens, walk))
+            settle(answer, lambda: self._answer(attachment, query, local_tokens, ask, walk))
 
         if not self._verifier.verify_first(walk, checked):
-            return self._answer(attachment, query, local_tokens, walk)
+            return self._answer(attachment, query, local_tokens, ask, walk)
         return answer
 
     def _answer(
-        self, attachment: Attachment, query: Query, local_tokens: int, walk: Walk | None
+        self, attachment: Attachment, query: Query, local_tokens: int, ask: Ask, walk: Walk | None
     ) -> LookupResult:
         if walk is not None and (attachment.session.closed or attachment.space.closing):
             walk = None
@@ -83,7 +84,8 @@ class LookupFlow:
         wanted = query.chain.block_count
         ready = self._ready_blocks(walk)
         pending = (walk.known_blocks - ready) * block_size if walk is not None else 0
-        if live is not None and ready <= live.block_count:
+        planned = live.result.matched_tokens if live is not None else 0
+        if live is not None and ready * block_size <= planned:
             return self._again(attachment, live)
         granted, limit = self._within_limits(attachment, ready, live)
         matched, local = granted * block_size, min(local_tokens, granted * block_size)
@@ -94,49 +96,65 @@ class LookupFlow:
             self._parts.recorder.hit(TIER_NAMES[DISK], on_disk)
         if not granted or walk is None:
             reason = limit or _miss_reason(wanted, pending)
-            return LookupResult(0, 0, pending, RECOMPUTE_ALL, reason)
-        if live is not None and granted <= live.block_count:
+            missed = LookupResult(0, 0, pending, MISSED, reason)
+            self._parts.decisions.add(attachment, query, missed)
+            return missed
+        if live is not None and matched <= planned:
             return self._again(attachment, live)
-        if live is None:
-            live = self._parts.leases.add(attachment, query.request_id, local_tokens)
-            live.symbols_digest = _digest(query) if query.request_id else b""
-        return self._grant(attachment, live, walk, granted, pending, limit, local)
-
-    def _grant(
-        self, attachment: Attachment, lease: Lease, walk: Walk, granted: int, pending: int,
-        limit: str, local: int,
-    ) -> LookupResult:  # fmt: skip
-        """Has `lease`, a new one or one that grows, cover `granted` blocks."""
-        parts, space = self._parts, attachment.space
-        matched = granted * space.block_size
         path: Sequence[Span] = walk.path
         if granted != walk.known_blocks:
             path = cut_path(path, granted)
+        slots = self.slots(path, attachment.shard, local // block_size)
+        if not ask.prompt_tokens:
+            ask = msgspec.structs.replace(ask, prompt_tokens=wanted * block_size)
+        plan = self._planner.plan(attachment, ask, slots, matched, local, pending)
+        if live is not None and plan.lease_blocks <= live.block_count:
+            return self._again(attachment, live)
+        result = LookupResult(
+            matched_tokens=matched,
+            restore_tokens=plan.restore_tokens,
+            pending_tokens=pending,
+            plan=plan.plan,
+            reason=limit or plan.reason,
+        )
+        if plan.lease_blocks:
+            result = self._grant(attachment, query, local_tokens, live, path, slots, plan, result)
+            return result
+        self._parts.decisions.add(attachment, query, result, plan)
+        attachment.engine.keep_unleased(
+            self._key(attachment, query), result, _digest(query), local_tokens, self._expiry()
+        )
+        return result
+
+    def _grant(
+        self, attachment: Attachment, query: Query, local_tokens: int, lease: Lease | None,
+        path: Sequence[Span], slots: Slots, plan: Plan, result: LookupResult,
+    ) -> LookupResult:  # fmt: skip
+        """Has a lease, a new one or one that grows, cover what the plan loads, and no more."""
+        parts, space, count = self._parts, attachment.space, plan.lease_blocks
+        if lease is None:
+            lease = parts.leases.add(attachment, query.request_id, local_tokens)
+            lease.symbols_digest = _digest(query) if query.request_id else b""
+        if count * space.block_size < result.matched_tokens:
+            path = cut_path(path, count)
+            kept = count - slots.first_block
+            slots = Slots(slots.first_block, slots.places[:kept], slots.generations[:kept])
         path = parts.residency.access(path)
         run, _, stop = path[-1]
         shorter, lease.anchor = lease.anchor, parts.index.anchor(run, stop, lease.id)
         if shorter is not None:
             parts.index.unanchor(shorter)
-        parts.leases.cover(lease, granted)
+        parts.leases.cover(lease, count)
         lease.holders.add(attachment.session)
-        restored = matched - local
-        restored_blocks = granted - local // space.block_size
-        slots = self.slots(path, attachment.shard, local // space.block_size)
-        steps = self._steps(slots, matched, local, space.block_size)
-        from_disk = sum(step.token_count for step in steps if step.source != TIER_NAMES[HOST])
-        in_host = restored_blocks - -(-from_disk // space.block_size)
-        parts.recorder.restored(TIER_NAMES[HOST], in_host * space.block_bytes)
-        lease.result = result = LookupResult(
-            matched_tokens=matched,
-            restore_tokens=restored,
-            pending_tokens=pending,
-            plan=load_all(steps, matched, pending),
-            reason=limit or _load_reason(restored, local, from_disk),
-            lease_id=lease.id,
-            lease_ttl_seconds=parts.leases.ttl_seconds,
-            slots=slots,
+        in_host = sum(s.token_count for s in plan.plan.steps if s.source == TIER_NAMES[HOST])
+        parts.recorder.restored(
+            TIER_NAMES[HOST], -(-in_host // space.block_size) * space.block_bytes
+        )
+        lease.result = result = msgspec.structs.replace(
+            result, lease_id=lease.id, lease_ttl_seconds=parts.leases.ttl_seconds, slots=slots
         )
         lease.shard = attachment.shard
+        lease.decision = parts.decisions.add(attachment, query, result, plan)
         return result
 
     def _live(self, attachment: Attachment, query: Query, local_tokens: int) -> Lease | None:
@@ -168,20 +186,6 @@ class LookupFlow:
         assert result.slots is not None, "a lease's answer has slots"
         slots = self.slots(path, attachment.shard, result.slots.first_block)
         return msgspec.structs.replace(result, slots=slots)
-
-    def _steps(self, slots: Slots, matched: int, local: int, block_size: int) -> list[PlanStep]:
-        """Where the tokens from `local` to `matched` come from, by tier."""
-        if matched == local:
-            return []
-        if self._parts.disk is None or slots.places.min() >= 0:
-            return [PlanStep(local, matched - local, TIER_NAMES[HOST])]
-        in_host = slots.places >= 0
-        edges = [0, *(np.flatnonzero(np.diff(in_host)) + 1).tolist(), len(in_host)]
-        tokens = [max(local, (slots.first_block + edge) * block_size) for edge in edges]
-        return [
-            PlanStep(tokens[n], tokens[n + 1] - tokens[n], TIER_NAMES[HOST if here else DISK])
-            for n, here in enumerate(in_host[edges[:-1]].tolist())
-        ]
 
     def slots(self, path: Sequence[Span], shard: int, first_block: int) -> Slots:
         """Where a shard of the blocks of `path` from `first_block` on lies, and generations."""
@@ -265,10 +269,22 @@ class LookupFlow:
         if not query.request_id:
             return None
         lease = self._parts.leases.of_request(attachment, query.request_id)
-        if lease is None or not self._is_same(lease, query, local_tokens):
+        if lease is None:
+            # Ranks of an engine must do the same; nothing is leased that could tell them.
+            return attachment.engine.unleased_result(
+                self._key(attachment, query), lambda: _digest(query), local_tokens,
+                self._parts.clock.now(),
+            )  # fmt: skip
+        if not self._is_same(lease, query, local_tokens):
             return None
         # Pending blocks may have become READY: then the lease grows.
         return None if lease.result.pending_tokens else self._again(attachment, lease)
+
+    def _key(self, attachment: Attachment, query: Query) -> tuple[int, str]:
+        return attachment.space.number, query.request_id
+
+    def _expiry(self) -> float:
+        return self._parts.clock.now() + self._parts.leases.ttl_seconds
 
 
 def cut_path(path: Sequence[Span], block_count: int) -> list[Span]:
@@ -282,24 +298,6 @@ def cut_path(path: Sequence[Span], block_count: int) -> list[Span]:
         cut.append(Span(run, start, start + take))
         left -= take
     return cut
-
-
-def load_all(steps: list[PlanStep], matched: int, pending: int) -> RestorePlan:
-    """Restore everything that is there: the only plan until costs are measured."""
-    if pending:
-        steps = [*steps, PlanStep(matched, pending, RECOMPUTE)]
-    return RestorePlan("load_all", tuple(steps))
-
-
-def _load_reason(restored: int, local: int, from_disk: int) -> str:
-    if not restored:
-        return f"the engine already has all {local} matched tokens"
-    where = f"{restored} tokens from host"
-    if from_disk == restored:
-        where = f"{restored} tokens from disk"
-    elif from_disk:
-        where = f"{restored} tokens, {restored - from_disk} from host and {from_disk} from disk"
-    return f"load all {where}; restore and recompute costs are not measured yet"
 
 
 def _miss_reason(wanted: int, pending: int) -> str:

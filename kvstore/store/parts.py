@@ -15,6 +15,7 @@ from kvstore.mover import Mover
 from kvstore.policies.index import Anchor, PrefixIndex, Span
 from kvstore.policies.residency import Residency
 from kvstore.store.costs import CostBook
+from kvstore.store.decisions import DecisionLog
 from kvstore.store.leases import LeaseTable
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Engine, Session
@@ -92,6 +93,7 @@ class Parts:
     next_id: Callable[[], int]
     leases: LeaseTable
     retired: tuple[RetiredSlots, ...]
+    decisions: DecisionLog
     spaces: dict[bytes, Space] = field(default_factory=dict)
     sessions: dict[int, Session] = field(default_factory=dict)
     engines: dict[Any, Engine] = field(default_factory=dict)

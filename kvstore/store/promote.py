@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.core.errors import TierError
 from kvstore.core.keys import chain_keys
+from kvstore.core.space import Space
 from kvstore.mover import READ_LINK, Job, Moved
 from kvstore.policies.index import Run, Span
 from kvstore.store.evict import Remover
@@ -106,6 +107,10 @@ class Promoter:
         """The piece under way that holds the block with this disk place."""
         return self._pieces.get(place)
 
+    def piece_blocks(self, space: Space) -> int:
+        """Blocks of a space that are read together."""
+        return max(1, min(PIECE_BYTES // (space.block_bytes * space.shard_count), PIECE_BLOCKS))
+
     def begin(self, run: Run, start: int, stop: int, session: int, heard: Heard) -> Begun:
         """Begins to read blocks [start, stop) of `run`, on disk only, as far as it goes."""
         space, index = run.root.space, self._parts.index
@@ -117,7 +122,7 @@ class Promoter:
         end = start + count
         if end < stop:
             index.give_up_move(run, end, stop, HOST)
-        step = max(1, min(PIECE_BYTES // (space.block_bytes * space.shard_count), PIECE_BLOCKS))
+        step = self.piece_blocks(space)
         targets = np.array(slots[: count * space.shard_count], np.int64)
         targets = targets.reshape(count, space.shard_count)
         keys = self._keys(run, start, end)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kvstore.core.completion import Completion
 from kvstore.core.errors import CorruptBlock, InvalidRequest, LeaseLost, LimitReached
 from kvstore.core.lease import Lease
@@ -14,6 +16,7 @@ from kvstore.policies.index import Span
 from kvstore.store.evict import Remover
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.parts import DISK, HOST, RESERVE_BLOCKS_MAX, Parts
+from kvstore.store.planning import NOTHING_ARRIVED, is_hopeless
 from kvstore.store.promote import Promoter
 from kvstore.store.sessions import Session
 
@@ -30,6 +33,7 @@ class RestoreFlow:
         self._lookups = lookups
         self._remover = remover
         self._promoter = promoter
+        self._running: set[_Restoring] = set()  # those that have a plan to keep to
 
     def restore(
         self, session: Session, lease_id: int, first_block: int, block_count: int, emit: Emit
@@ -46,7 +50,16 @@ class RestoreFlow:
             return done
         stop = path[-1].run.first + path[-1].stop if path else first_block
         stream = _Restoring(self._parts, self._lookups, self._promoter, lease, shard, emit)
-        return stream.start(session.id, first_block, stop)
+        answer = stream.start(session.id, first_block, stop)
+        if not answer.done and stream.has_plan:
+            self._running.add(stream)
+            answer.then(lambda _: self._running.discard(stream))
+        return answer
+
+    def tick(self, now: float) -> None:
+        """Gives restores up that are so late that to recompute is faster than to wait."""
+        for stream in list(self._running):
+            stream.give_up_if_late(now)
 
     def owned(self, session: Session, lease_id: int) -> Lease:
         """A live lease of the session's own engines; raises LeaseLost."""
@@ -138,10 +151,16 @@ class _Restoring:
         self._emit = emit
         self._answer: Completion[None] = Completion()
         self._waiting = 0
+        self._failed_blocks = 0
         self._blocked = False  # until a piece arrives and leaves room in the queue
 
     def start(self, session: int, first: int, stop: int) -> Completion[None]:
         self._session, self._first, self._next, self._stop = session, first, first, stop
+        self._came = np.zeros(stop - first, bool)  # blocks that the client has heard of
+        self._began = self._parts.clock.now()
+        entry = self._lease.decision
+        if entry is not None and entry.began is None:
+            entry.began = self._began
         self._go_on()
         return self._answer
 
@@ -178,10 +197,29 @@ class _Restoring:
         count = next((i for i, place in enumerate(places) if reading(place)), count)
         self._read(run, start, count)
 
+    @property
+    def has_plan(self) -> bool:
+        return self._lease.decision is not None and self._lease.decision.decision is not None
+
+    def give_up_if_late(self, now: float) -> None:
+        """Tells the client to recompute what has not come if that is faster than to wait for it."""
+        entry, count = self._lease.decision, len(self._came)
+        piece = min(1.0, self._promoter.piece_blocks(self._lease.attachment.space) / count)
+        share = max(NOTHING_ARRIVED * piece, float(self._came.mean()))
+        if not is_hopeless(entry.decision, now - self._began, share):
+            return
+        entry.given_up = True
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], self._came, [True]))))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            reason = "their restore is behind its plan, and to recompute them is faster"
+            self._tell_failed(self._first + start, stop - start, "late", reason)
+        self._next, self._blocked = self._stop, False
+        self._end()
+
     def _serve_ready(self, run: Any, start: int, count: int) -> None:
         span = Span(run, start, start + count)
         first = run.first + start
-        self._emit(self._lookups.slots([span], self._shard, first))
+        self._tell_ready([span], first, count)
         self._next = first + count
 
     def _join(self, piece: Any) -> None:
@@ -206,10 +244,12 @@ class _Restoring:
     def _heard(self, first: int, readable: int, failed: int, kind: str, reason: str) -> None:
         """A piece is over: its blocks are in host, or not to be had."""
         self._waiting -= 1
+        if self._answer.done:
+            return  # given up meanwhile
         low, high = max(first, self._first), min(first + readable, self._stop)
         path = cut_at(self._parts.index.path(self._lease.anchor, low), high)
         if low < high and path:
-            self._emit(self._lookups.slots(path, self._shard, low))
+            self._tell_ready(path, low, high - low)
         elif low < high:
             self._tell_failed(low, high - low, "lost", "the lease is over")
         low, high = max(first + readable, self._first), min(first + readable + failed, self._stop)
@@ -224,13 +264,24 @@ class _Restoring:
         self._tell_failed(self._next, count, kind, reason)
         self._next += count
 
+    def _tell_ready(self, path: list[Span], first: int, count: int) -> None:
+        self._came[first - self._first : first - self._first + count] = True
+        self._emit(self._lookups.slots(path, self._shard, first))
+
     def _tell_failed(self, first: int, count: int, kind: str, reason: str) -> None:
+        self._came[first - self._first : first - self._first + count] = True
+        self._failed_blocks += count
         self._parts.recorder.restore_failed(kind, count)
         self._emit(FailedBlocks(first, count, reason, kind == "room"))
 
     def _settle(self) -> None:
         if not self._waiting and self._next >= self._stop and not self._answer.done:
-            self._answer.resolve(None)
+            self._end()
+
+    def _end(self) -> None:
+        if self._lease.decision is not None:
+            self._parts.decisions.restore_ended(self._lease.decision, self._failed_blocks)
+        self._answer.resolve(None)
 
 
 def cut_at(path: list[Span], last: int) -> list[Span]:

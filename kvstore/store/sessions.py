@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.core.lease import Lease
+from kvstore.core.plan import LookupResult
 from kvstore.core.space import Space
 from kvstore.core.spec import root_digest
 from kvstore.policies.cost import RecomputeIdentity
+
+UNLEASED_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +26,50 @@ class Identity:
     certificate: str = ""
 
 
+class Unleased(NamedTuple):
+    """An answer to a named request of which nothing is worth loading."""
+
+    result: LookupResult
+    digest: bytes
+    local_tokens: int
+    until: float
+
+
 class Engine:
     """Sessions that share request leases: the ranks of one engine, or a session by itself."""
 
-    __slots__ = ("by_request", "key", "leases", "sessions")
+    __slots__ = ("by_request", "key", "leases", "sessions", "unleased")
 
     def __init__(self, key: Any) -> None:
         self.key = key
         self.sessions: set[Session] = set()
         self.leases: dict[int, Lease] = {}
         self.by_request: dict[tuple[int, str], Lease] = {}
+        self.unleased: dict[tuple[int, str], Unleased] = {}
+
+    def keep_unleased(
+        self, key: tuple[int, str], result: LookupResult, digest: bytes, local_tokens: int,
+        until: float,
+    ) -> None:  # fmt: skip
+        """Remembers an answer that leased nothing, for the other ranks and a repeat."""
+        if not key[1]:
+            return
+        self.unleased.pop(key, None)
+        if len(self.unleased) >= UNLEASED_MAX:
+            del self.unleased[next(iter(self.unleased))]
+        self.unleased[key] = Unleased(result, digest, local_tokens, until)
+
+    def unleased_result(
+        self, key: tuple[int, str], digest: Callable[[], bytes], local_tokens: int, now: float
+    ) -> LookupResult | None:
+        """What an identical lookup was answered that leased nothing; None if there was none."""
+        known = self.unleased.get(key)
+        if known is None:
+            return None
+        if now < known.until and (known.digest, known.local_tokens) == (digest(), local_tokens):
+            return known.result
+        del self.unleased[key]
+        return None
 
 
 class Session:

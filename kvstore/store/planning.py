@@ -1,0 +1,258 @@
+"""Planning: what of a match to load and what to compute anew, by what was measured.
+
+where its tokens lie -> are the costs known? -> planner -> steps, blocks to lease, the reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.core.plan import LOAD_ALL, RECOMPUTE, Ask, PlanStep, RestorePlan, Slots
+from kvstore.mover import READ_LINK
+from kvstore.policies.cost import P50, P99, LinkCost, PathModel, RecomputeModel
+from kvstore.policies.fitting import State
+from kvstore.policies.planner import RECOMPUTE_ALL, Decision, decide, gpu_price
+from kvstore.policies.timing import Costs, Cut, Prices, Segment, Situation
+from kvstore.store.costs import SAMPLES_MIN
+from kvstore.store.parts import DISK, HOST, TIER_NAMES, Parts
+from kvstore.store.sessions import Attachment
+
+SEGMENTS_MAX = 4  # that are planned one by one: a plan takes longer with each
+SLACK_SECONDS = 5e-3  # a restore is not late before that
+NOTHING_ARRIVED = 0.5  # pieces: half of the first is believed to be there
+
+Span = tuple[int, int]  # first token, token after the last
+
+
+class Plan(NamedTuple):
+    """What a lookup answers with. Leading `lease_blocks` blocks are all that it loads."""
+
+    plan: RestorePlan
+    restore_tokens: int
+    lease_blocks: int
+    reason: str
+    decision: Decision | None = None
+    states: Mapping[str, State] = {}  # of the models, when they were asked
+
+
+class Planner:
+    """Chooses plans; until everything that matters is measured, all is loaded."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def plan(
+        self, attachment: Attachment, ask: Ask, slots: Slots, matched: int, local: int,
+        pending: int,
+    ) -> Plan:  # fmt: skip
+        """The plan for a match of `matched` tokens, of which the engine has `local` already."""
+        block_size = attachment.space.block_size
+        loads = stretches(slots, matched, local, block_size, self._parts.disk is not None)
+        if not loads:
+            reason = f"the engine already has all {local} matched tokens"
+            return load_all(loads, matched, local, pending, block_size, reason)
+        upward = self._parts.costs.upward(attachment.device)
+        if upward is None and len(loads) == 1 and loads[0].source == TIER_NAMES[HOST]:
+            # Nothing beats what costs nothing, as far as anybody has said.
+            reason = f"{_loads(loads)}; the engine's copies from host are not measured yet"
+            return load_all(loads, matched, local, pending, block_size, reason)
+        engine = self._parts.costs.engine(attachment.recompute_identity)
+        links = self._links(loads, upward)
+        missing = _missing(engine, links)
+        if missing or engine is None:
+            reason = f"{_loads(loads)}; not measured yet: {missing}"
+            return load_all(loads, matched, local, pending, block_size, reason)
+        situation = self._situation(attachment, ask, loads, matched, local, links)
+        costs = [
+            Costs(engine.cost(share), _link_costs(links, share, attachment)) for share in (P50, P99)
+        ]
+        decision = decide(situation, *costs)
+        states = {"recompute": engine.state}
+        states.update((name, model.state) for name, model in links.items() if model is not None)
+        return _planned(decision, states, loads, matched, local, pending, block_size)
+
+    def _links(
+        self, loads: Sequence[PlanStep], upward: PathModel | None
+    ) -> dict[str, PathModel | None]:
+        """The links that the loads cross, by name."""
+        links: dict[str, PathModel | None] = {}
+        costs = self._parts.costs
+        if any(step.source == TIER_NAMES[DISK] for step in loads):
+            links[READ_LINK] = costs.link(costs.read_link)
+        if upward is not None:
+            links[upward.identity[0]] = upward
+        return links
+
+    def _situation(
+        self, attachment: Attachment, ask: Ask, loads: Sequence[PlanStep], matched: int,
+        local: int, links: Mapping[str, PathModel | None],
+    ) -> Situation:  # fmt: skip
+        space = attachment.space
+        token_bytes = space.block_bytes * space.shard_count / space.block_size
+        busy, waiting = ask.gpu_busy_ratio, ask.queued_prefill_tokens
+        queued = {}
+        if READ_LINK in links:
+            queued[READ_LINK] = self._parts.mover.queued_bytes(READ_LINK)
+        aligned = local - local % space.block_size
+        return Situation(
+            tuple(_segments(loads, aligned, token_bytes, tuple(links))),
+            new_tokens=max(1, ask.prompt_tokens - matched),
+            local_tokens=aligned,
+            block_size=space.block_size,
+            shapes=attachment.shapes,
+            overlap=attachment.overlap,
+            deadline_seconds=ask.deadline_seconds,
+            prices=Prices(gpu_price(busy, waiting)) if busy or waiting else Prices(),
+            queued_bytes=queued,
+            queued_prefill_tokens=waiting,
+            prefill_chunk_tokens=attachment.prefill_chunk_tokens,
+        )
+
+
+def stretches(
+    slots: Slots, matched: int, local: int, block_size: int, with_disk: bool
+) -> list[PlanStep]:
+    """Where the tokens from `local` to `matched` lie, by tier."""
+    if matched == local:
+        return []
+    if not with_disk or slots.places.min() >= 0:
+        return [PlanStep(local, matched - local, TIER_NAMES[HOST])]
+    in_host = slots.places >= 0
+    edges = [0, *(np.flatnonzero(np.diff(in_host)) + 1).tolist(), len(in_host)]
+    tokens = [max(local, (slots.first_block + edge) * block_size) for edge in edges]
+    return [
+        PlanStep(tokens[n], tokens[n + 1] - tokens[n], TIER_NAMES[HOST if here else DISK])
+        for n, here in enumerate(in_host[edges[:-1]].tolist())
+    ]
+
+
+def load_all(
+    loads: list[PlanStep], matched: int, local: int, pending: int, block_size: int, reason: str
+) -> Plan:
+    """Everything that is there, without a prediction."""
+    steps = [*loads, PlanStep(matched, pending, RECOMPUTE)] if pending else loads
+    return Plan(RestorePlan(LOAD_ALL, tuple(steps)), matched - local, matched // block_size, reason)
+
+
+def _planned(
+    decision: Decision, states: Mapping[str, State], loads: Sequence[PlanStep], matched: int,
+    local: int, pending: int, block_size: int,
+) -> Plan:  # fmt: skip
+    chosen = decision.chosen
+    computed = computed_span(decision, chosen.cut)
+    steps = list(cut_steps(loads, computed, matched + pending))
+    kept = [step for step in steps if step.source != RECOMPUTE]
+    last = kept[-1].first_token + kept[-1].token_count if kept else 0
+    return Plan(
+        RestorePlan(chosen.kind, tuple(steps), chosen.p50_seconds, chosen.p99_seconds),
+        sum(step.token_count for step in kept),
+        -(-last // block_size),
+        decision.reason,
+        decision,
+        states,
+    )
+
+
+def computed_span(decision: Decision, cut: Cut) -> Span:
+    """The matched tokens that a cut computes anew, as positions in the prompt."""
+    base = decision.situation.local_tokens
+    return base + cut.start, base + cut.resume
+
+
+def cut_steps(loads: Sequence[PlanStep], computed: Span, end: int) -> Iterator[PlanStep]:
+    """The loads without `computed`, which is recomputed, as is all from their end to `end`."""
+    start, resume = computed
+    stop = loads[-1].first_token + loads[-1].token_count
+    start = max(start, loads[0].first_token)
+    for step in loads:
+        last = min(step.first_token + step.token_count, start)
+        if step.first_token < last:
+            yield PlanStep(step.first_token, last - step.first_token, step.source)
+    if start < resume:
+        # What comes after the match is computed in the same go if nothing is loaded in between.
+        yield PlanStep(start, (resume if resume < stop else end) - start, RECOMPUTE)
+    for step in loads:
+        first = max(step.first_token, resume)
+        left = step.first_token + step.token_count - first
+        if left > 0:
+            yield PlanStep(first, left, step.source)
+    if end > stop and (start >= resume or resume < stop):
+        yield PlanStep(stop, end - stop, RECOMPUTE)
+
+
+def _segments(
+    loads: Sequence[PlanStep], aligned: int, token_bytes: float, links: tuple[str, ...]
+) -> Iterator[Segment]:
+    """The loads as the planner sees them, from a block's edge on; the last of many as one.
+
+    What is in host already of a last one of several counts as if the disk brought it for nothing.
+    """
+    upward = tuple(name for name in links if name != READ_LINK)
+    first = aligned
+    for step in loads[: SEGMENTS_MAX - 1] if len(loads) > SEGMENTS_MAX else loads:
+        tokens = step.first_token + step.token_count - first
+        path = links if step.source == TIER_NAMES[DISK] else upward
+        yield Segment(tokens, round(tokens * token_bytes), step.source, path)
+        first += tokens
+    rest = loads[SEGMENTS_MAX - 1 :] if len(loads) > SEGMENTS_MAX else ()
+    if rest:
+        tokens = rest[-1].first_token + rest[-1].token_count - first
+        on_disk = sum(step.token_count for step in rest if step.source == TIER_NAMES[DISK])
+        yield Segment(tokens, round(on_disk * token_bytes), TIER_NAMES[DISK], links)
+
+
+def _link_costs(
+    links: Mapping[str, PathModel | None], share: float, attachment: Attachment
+) -> dict[str, LinkCost]:
+    """Costs of links for all shards' bytes: ranks copy over links of their own, side by side."""
+    shards = attachment.space.shard_count
+    costs = {}
+    for name, model in links.items():
+        if model is not None:
+            cost = model.cost(share)
+            if shards > 1 and name != READ_LINK:
+                cost = LinkCost(cost.latency_seconds, cost.byte_seconds / shards)
+            costs[name] = cost
+    return costs
+
+
+def _missing(engine: RecomputeModel | None, links: Mapping[str, PathModel | None]) -> str:
+    """What has to be measured before anything can be decided; empty if nothing has."""
+    found = []
+    steps = engine.sample_count if engine is not None else 0
+    if steps < SAMPLES_MIN:
+        found.append(f"the engine's steps ({steps} of {SAMPLES_MIN})")
+    for name, model in links.items():
+        count = model.sample_count if model is not None else 0
+        if count < SAMPLES_MIN:
+            found.append(f"{name} ({count} of {SAMPLES_MIN})")
+    return ", ".join(found)
+
+
+def _loads(loads: Sequence[PlanStep]) -> str:
+    amounts: dict[str, int] = {}
+    for step in loads:
+        amounts[step.source] = amounts.get(step.source, 0) + step.token_count
+    if len(amounts) == 1:
+        (source,) = amounts
+        return f"load all {amounts[source]} tokens from {source}"
+    where = " and ".join(f"{amounts[source]} from {source}" for source in sorted(amounts)[::-1])
+    return f"load all {sum(amounts.values())} tokens, {where}"
+
+
+def is_hopeless(decision: Decision, elapsed_seconds: float, share: float) -> bool:
+    """Whether a restore is behind its plan, and to compute everything anew is faster than to wait.
+
+    `share` of it is there. The rest is believed to take as long for each byte as that did; the
+    recomputation what 99 % of them stay below.
+    """
+    load, late = decision.load_seconds
+    if elapsed_seconds <= late + SLACK_SECONDS or share >= 1.0:
+        return False
+    left = elapsed_seconds * (1.0 - share) / share
+    after = max(0.0, decision.chosen.p50_seconds - load)
+    anew = next(plan for plan in decision.alternatives if plan.kind == RECOMPUTE_ALL)
+    return anew.p99_seconds < left + after

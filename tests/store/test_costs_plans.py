@@ -1,0 +1,318 @@
+"""Plans by measured costs: only what the engine can execute, and only where it is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from desk import Desk, Engine
+
+from kvstore.core.plan import RECOMPUTE, Ask, FailedBlocks, LookupResult
+from kvstore.policies.cost import CallCost
+from kvstore.testing import MemoryTier
+
+BLOCK = 4096
+BLOCKS = 40
+TOKENS = list(range(4 * BLOCKS))
+# A block is 4 tokens and 4 KiB: 160 tokens take 17 ms to compute, and as much at 40 MB/s.
+CALL = CallCost(1e-3, 100e-6, 1e-9)
+FAST, EVEN, SLOW = 1e9, 10e6, 0.5e6  # bytes a second of the disk
+
+
+@pytest.fixture
+def two_tiers(make_desk: Callable[..., Desk]) -> Callable[..., Desk]:
+    """Makes a store whose host tier holds 64 blocks, over a disk; copies end when told to."""
+
+    def make(**changes: Any) -> Desk:
+        section = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 60.0}
+        sections = changes.pop("sections", {})
+        return make_desk(
+            tier=MemoryTier(64 * BLOCK), disk=MemoryTier(4096 * BLOCK, "disk"), late=True,
+            sections={**sections, "tiers": {"disk": section}}, **changes,
+        )  # fmt: skip
+
+    return make
+
+
+def measure(
+    desk: Desk, engine: Engine, disk_speed: float = EVEN, call: CallCost = CALL, steps: int = 40
+) -> None:
+    """The engine's steps and the disk's reads, as they would have been."""
+    for i in range(steps):
+        new, cached = 32 << i % 5, 512 * (i % 7)
+        seconds = call.seconds(new, cached)
+        desk.kv.costs.report_step(engine.attachment, seconds, [(new, cached)])
+        size = BLOCK << i % 6
+        book = desk.kv.parts.costs
+        book.observe_transfer(book.read_link, 100e-6 + size / disk_speed, size)
+
+
+def to_disk(desk: Desk, engine: Engine, tokens: list[int] = TOKENS, keep: int = 0) -> None:
+    """Puts a prompt, and has its blocks but the first `keep` be on disk only."""
+    assert "-" not in engine.put(tokens)
+    desk.wait(desk.kv.flush())
+    index, parts = desk.kv.parts.index, desk.kv.parts
+    query = engine.query(tokens)
+    root = index.find_root(engine.space, engine.attachment.root_digest("", ""))
+    walk = index.walk(root, query.chain)
+    walk.step(1024)
+    for run, _, stop in walk.path:
+        first = max(0, keep - run.first)
+        if first < stop:
+            places = index.clear_places(run, first, stop, 0)
+            parts.retired[0].retire(places)
+    desk.settle()
+
+
+def ask(engine: Engine, tokens: list[int] = TOKENS, local: int = 0, **hints: Any) -> LookupResult:
+    query = engine.query(tokens, request_id=hints.pop("request_id", ""))
+    hints.setdefault("prompt_tokens", len(tokens) + 3)
+    found: LookupResult = engine.desk.wait(
+        engine.desk.kv.lookup(engine.attachment, query, local, Ask(**hints))
+    )
+    return found
+
+
+def attach(desk: Desk, **attach: Any) -> Engine:
+    session = desk.session()
+    spec = desk.engine(session=session).space.spec
+    return Engine(desk, session, desk.kv.attach(session, spec, "default", **attach))
+
+
+def test_nothing_is_decided_before_it_is_measured(two_tiers: Callable[..., Desk]) -> None:
+    """Until engine and disk were measured, all is loaded, and the reason says what is missing."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    found = ask(engine)
+    assert (found.plan.kind, found.restore_tokens) == ("load_all", 160)
+    assert found.plan.predicted_p50_seconds is None
+    assert "not measured yet: the engine's steps (0 of 8)" in found.reason
+    engine.release(found)
+    measure(desk, engine, steps=5)
+    reason = ask(engine).reason
+    assert "the engine's steps (5 of 8)" in reason
+    assert "disk>host (" in reason
+
+
+def test_a_fast_disk_is_read(two_tiers: Callable[..., Desk]) -> None:
+    """Where loading is faster all is loaded, with what it is predicted to take."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, FAST)
+    found = ask(engine)
+    assert (found.plan.kind, found.restore_tokens) == ("load_all", 160)
+    assert found.plan.predicted_p50_seconds == pytest.approx(CALL.seconds(3, 160), rel=0.3)
+    assert found.plan.predicted_p99_seconds >= found.plan.predicted_p50_seconds
+    assert "against recompute all" in found.reason
+    assert engine.restore(found, TOKENS) == (BLOCKS, [])
+
+
+def test_a_slow_disk_is_left_alone(two_tiers: Callable[..., Desk]) -> None:
+    """A prompt that is recomputed is neither leased nor read nor promoted, and is still found."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    found = ask(engine)
+    assert (found.plan.kind, found.restore_tokens, found.matched_tokens) == (
+        "recompute_all",
+        0,
+        160,
+    )
+    assert found.lease_id == 0
+    assert [(step.source, step.token_count) for step in found.plan.steps] == [(RECOMPUTE, 160)]
+    assert desk.leased_bytes() == 0
+    assert desk.usage().block_count == 0
+    assert found.plan.predicted_p50_seconds == pytest.approx(CALL.seconds(163, 0), rel=0.2)
+
+
+def test_what_host_has_is_loaded_before_what_a_slow_disk_has(
+    two_tiers: Callable[..., Desk],
+) -> None:
+    """The plan ends where the disk begins, and so does its lease."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine, keep=24)
+    measure(desk, engine, SLOW)
+    found = ask(engine)
+    assert (found.plan.kind, found.restore_tokens) == ("prefix", 96)
+    steps = [(step.source, step.first_token, step.token_count) for step in found.plan.steps]
+    assert steps == [("host", 0, 96), (RECOMPUTE, 96, 64)]
+    assert len(found.slots.places) == 24
+    assert desk.leased_bytes() == 24 * BLOCK
+    engine.check(found, TOKENS)
+
+
+def test_only_who_can_split_is_told_to(two_tiers: Callable[..., Desk]) -> None:
+    """Where the middle is best computed meanwhile, engines that can are told, others are not."""
+    desk = two_tiers()
+    plain = desk.engine()
+    splits = attach(desk, plan_shapes=("prefix", "split"), overlap="layerwise")
+    to_disk(desk, plain)
+    measure(desk, plain, EVEN)
+    found = ask(splits)
+    assert found.plan.kind == "split"
+    sources = [step.source for step in found.plan.steps]
+    assert sources in (["disk", RECOMPUTE, "disk"], [RECOMPUTE, "disk"])
+    assert sum(step.token_count for step in found.plan.steps) == 160
+    assert found.plan.predicted_p50_seconds < ask(plain).plan.predicted_p50_seconds
+    assert ask(plain).plan.kind in ("load_all", "recompute_all", "prefix")
+
+
+def test_ranks_and_repeats_do_the_same(two_tiers: Callable[..., Desk]) -> None:
+    """A named request that is recomputed stays so for all ranks, whatever is measured meanwhile,
+    until it is finished.
+    """
+    desk = two_tiers()
+    engine = desk.engine(engine_id="e")
+    twin = desk.engine(engine_id="e")
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    assert ask(engine, request_id="r").plan.kind == "recompute_all"
+    measure(desk, engine, FAST, steps=200)
+    assert ask(twin, request_id="r").plan.kind == "recompute_all"
+    assert ask(engine, request_id="other").plan.kind == "load_all"
+    desk.kv.finish_request(engine.attachment, "r")
+    assert ask(twin, request_id="r").plan.kind == "load_all"
+
+
+def test_a_deadline_and_a_busy_gpu_count(two_tiers: Callable[..., Desk]) -> None:
+    """A request that says how busy the engine is loads more; a hopeless deadline is told."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, 30e6)
+    free = ask(engine, deadline_seconds=10.0)
+    assert "met" in free.reason
+    assert ask(engine, deadline_seconds=1e-4).reason.endswith("missed by every plan")
+    busy = ask(engine, gpu_busy_ratio=0.9)
+    assert busy.restore_tokens >= ask(engine).restore_tokens
+    assert busy.restore_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_plan_can_be_executed(two_tiers: Callable[..., Desk], seed: int) -> None:
+    """Whatever was measured, steps cover the prompt's match in order, split only for engines that
+    can, and what is to be loaded is leased and comes back right.
+    """
+    random = Random(seed)
+    desk = two_tiers(seed=seed)
+    engine = attach(
+        desk, plan_shapes=random.choice([("prefix",), ("prefix", "split")]),
+        overlap=random.choice(["none", "layerwise"]),
+        prefill_chunk_tokens=random.choice([0, 64]),
+    )  # fmt: skip
+    to_disk(desk, engine, keep=random.randrange(0, 30))
+    for _ in range(6):
+        call = CALL.times(10 ** random.uniform(-1, 1))
+        measure(desk, engine, 10 ** random.uniform(5.5, 8.5), call, steps=60)
+        if random.random() < 0.5:
+            for size in range(20):
+                desk.kv.costs.report_transfer(
+                    engine.attachment, "host>hbm", BLOCK << size % 6, 1e-3
+                )
+        local = random.choice([0, 0, 7, 40, 157])
+        hints = {"gpu_busy_ratio": random.choice([0.0, 0.8])}
+        if random.random() < 0.5:
+            hints["deadline_seconds"] = 10 ** random.uniform(-3, -1)
+        found = ask(engine, local=local, **hints)
+        check_plan(found, engine, local)
+        if found.lease_id:
+            restore_all(desk, engine, found)
+            engine.release(found)
+        desk.settle()
+
+
+def check_plan(found: LookupResult, engine: Engine, local: int) -> None:
+    at, loads = local, []
+    for step in found.plan.steps:
+        assert step.first_token == at
+        assert step.token_count > 0
+        at += step.token_count
+        if step.source != RECOMPUTE:
+            loads.append(step)
+    assert at == found.matched_tokens == 160
+    assert sum(step.token_count for step in loads) == found.restore_tokens
+    sources = [step.source == RECOMPUTE for step in found.plan.steps]
+    holes = sum(1 for i in range(len(sources) - 1) if sources[i] and not sources[i + 1])
+    assert holes <= ("split" in engine.attachment.plan_shapes)
+    assert bool(found.lease_id) == bool(loads)
+    if loads:
+        last = loads[-1].first_token + loads[-1].token_count
+        assert found.slots.first_block == local // 4
+        assert found.slots.first_block + len(found.slots.places) == -(-last // 4)
+
+
+def restore_all(desk: Desk, engine: Engine, found: LookupResult) -> None:
+    for step in found.plan.steps:
+        if step.source != RECOMPUTE:
+            first = step.first_token // 4
+            count = -(-(step.first_token + step.token_count) // 4) - first
+            answers: list[Any] = []
+            desk.wait(desk.kv.restore(engine.session, found.lease_id, first, count, answers.append))
+            assert not any(isinstance(answer, FailedBlocks) for answer in answers)
+            assert sum(len(answer.places) for answer in answers) == count
+
+
+def begin_restore(desk: Desk, engine: Engine, found: LookupResult) -> tuple[list[Any], Any]:
+    answers: list[Any] = []
+    done = desk.kv.restore(engine.session, found.lease_id, 0, 0, answers.append)
+    desk.store.drain()
+    return answers, done
+
+
+def test_a_restore_that_falls_behind_is_given_up(two_tiers: Callable[..., Desk]) -> None:
+    """Blocks of a restore so late that to recompute is faster are failed, with that reason."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, FAST)
+    found = ask(engine)
+    answers, done = begin_restore(desk, engine, found)
+    desk.advance(0.004)
+    assert not done.done
+    desk.advance(1.0)
+    assert done.done
+    (failed,) = answers
+    assert (failed.first_block, failed.block_count, failed.inline) == (0, BLOCKS, False)
+    assert "behind its plan" in failed.reason
+    desk.settle()  # what arrives later does no harm
+    assert len(answers) == 1
+
+
+def test_a_late_restore_goes_on_where_that_is_faster(two_tiers: Callable[..., Desk]) -> None:
+    """An engine that would take longer than the wait is not told to recompute."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, FAST, CALL.times(10_000.0), steps=60)
+    found = ask(engine)
+    answers, done = begin_restore(desk, engine, found)
+    desk.advance(1.0)
+    assert not done.done
+    desk.wait(done)
+    assert sum(len(answer.places) for answer in answers) == BLOCKS
+
+
+def test_outcomes_are_kept(two_tiers: Callable[..., Desk]) -> None:
+    """A decision knows what its restore took, and what another plan would have spared."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, FAST, CALL.times(10_000.0), steps=60)
+    found = ask(engine)
+    _, done = begin_restore(desk, engine, found)
+    desk.advance(0.5)
+    desk.wait(done)
+    desk.kv.costs.report_transfer(
+        engine.attachment, "host>hbm", BLOCKS * BLOCK, 0.25, found.lease_id
+    )
+    (entry,) = [e for e in desk.kv.parts.decisions if e.decision is not None]
+    outcome = entry.outcome()
+    assert outcome.load_seconds == pytest.approx(0.75)
+    assert outcome.regret_seconds == 0.0
+    assert outcome.seconds > found.plan.predicted_p50_seconds
