@@ -80,8 +80,8 @@ _ENGINE_OPTIONS = (
     help="What if engines told whether a prompt is continued, and were right so often?",
 )  # fmt: skip
 @click.option(
-    "--endurance-dwpd", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-    help="Drive writes a day that the disk is made for.",
+    "--endurance-dwpd", type=click.FloatRange(0, 1e6), default=1.0, show_default=True,
+    help="Drive writes a day that the disk tier is held to, as the daemon does; 0: no limit.",
 )  # fmt: skip
 @click.option(
     "--exact-bounds", is_flag=True,

@@ -52,7 +52,7 @@ class CacheSimulation:
     """One cache under one policy, told of one request after the other.
 
     `capacities` are the blocks of host and, if there is one, of disk, from where a block is back in
-    `disk_seconds`.
+    `disk_seconds` and where `disk_daily_bytes` may be written, 0 without a limit.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class CacheSimulation:
         policy: str,
         capacities: tuple[int, ...],
         disk_seconds: float = DISK_BLOCK_SECONDS,
+        disk_daily_bytes: float = 0.0,
     ) -> None:
         if not 1 <= len(capacities) <= 2 or min(capacities) < 0:
             raise InvalidRequest(f"capacities is {capacities}; pass blocks of host, or host, disk")
@@ -75,7 +76,10 @@ class CacheSimulation:
         self._told = workload.told_future if policy == "oracle" else workload.told
         self._slot_bytes = next(iter(workload.spaces.values())).slot_bytes
         self._places = Places()
-        self._disk = DiskTier(self.residency, capacities, self._slot_bytes) if self.disk else None
+        self._disk: DiskTier | None = None
+        if self.disk:
+            slot_bytes = self._slot_bytes
+            self._disk = DiskTier(self.residency, capacities, slot_bytes, disk_daily_bytes)
 
     @property
     def disk(self) -> bool:
@@ -88,11 +92,11 @@ class CacheSimulation:
         self.residency.request(told)
         hit = Hit(0)
         if chain.segments:
-            hit = self._serve(self.workload.spaces[told.tenant], chain)
+            hit = self._serve(self.workload.spaces[told.tenant], chain, told.seconds)
         self.hits.append(hit)
         return hit
 
-    def _serve(self, space: Space, chain: Chain) -> Hit:
+    def _serve(self, space: Space, chain: Chain, seconds: float) -> Hit:
         index = self.index
         walk = index.walk(index.root(space, ROOT), chain)
         walk.finish()
@@ -105,13 +109,13 @@ class CacheSimulation:
         missing = chain.block_count - found
         if missing:
             index.extend(walk, HOST, self._places.take(missing))
-        self._make_room(space)
+        self._make_room(space, seconds)
         return Hit(found, on_disk)
 
-    def _make_room(self, space: Space) -> None:
+    def _make_room(self, space: Space, seconds: float) -> None:
         """Evicts to the capacities, after what is due on disk was written there."""
         if self._disk is not None:
-            self._disk.write(space, self._places)
+            self._disk.write(space, self._places, seconds)
         for tier, capacity in enumerate(self.capacities):
             over = self.residency.accounts.used(tier, space.pool) - capacity * self._slot_bytes
             if over > 0:

@@ -13,6 +13,7 @@ from kvstore.policies.residency import Residency
 HOST, DISK = 0, 1
 # From this share of host on, the coldest blocks are written to disk, as the daemon does it.
 WATERMARK = 0.75
+DAY_SECONDS = 86_400.0
 
 
 class Places:
@@ -32,22 +33,47 @@ class Places:
 
 
 class DiskTier:
-    """Carries demotions and promotions out at once."""
+    """Carries demotions and promotions out at once.
 
-    def __init__(self, residency: Residency, capacities: tuple[int, ...], slot_bytes: int) -> None:
+    With `daily_bytes` above 0 a bucket of so many bytes, full at first and filled again over a day,
+    bounds what is written, as in the daemon.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        capacities: tuple[int, ...],
+        slot_bytes: int,
+        daily_bytes: float = 0.0,
+    ) -> None:
         self._residency = residency
         self._capacity_bytes = capacities[HOST] * slot_bytes
+        self._slot_bytes = slot_bytes
+        self._daily = self._budget = daily_bytes
+        self._spent_at = 0.0
         self.written_blocks = 0
         residency.demote_above("", int(WATERMARK * self._capacity_bytes), self._capacity_bytes)
 
-    def write(self, space: Space, places: Places) -> None:
-        """Writes what is due."""
-        index = self._residency.index
-        for action in self._residency.demotions(space.pool, 1 << 60):
+    def write(self, space: Space, places: Places, seconds: float) -> None:
+        """Writes what is due, `seconds` into the trace, as far as the budget lasts."""
+        index, left = self._residency.index, self._left(seconds)
+        if left <= 0:
+            return
+        for action in self._residency.demotions(space.pool, left):
             run, start, stop = action.run, action.start, action.stop
             index.begin_move(run, start, stop, DISK)
             index.end_move(run, start, DISK, places.column(stop - start))
             self.written_blocks += stop - start
+            self._budget -= (stop - start) * self._slot_bytes
+
+    def _left(self, seconds: float) -> int:
+        """Bytes that may be written now."""
+        if not self._daily:
+            return 1 << 60
+        gained = (seconds - self._spent_at) * self._daily / DAY_SECONDS
+        self._budget = min(self._daily, self._budget + gained)
+        self._spent_at = seconds
+        return int(self._budget)
 
     def promote(self, path: Sequence[Span], places: Places) -> int:
         """Copies what of `path` is on disk only to host; answers how many blocks."""

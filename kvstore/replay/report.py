@@ -335,8 +335,9 @@ def _gap_text(ratio: float | None) -> str:
 def _endurance(endurance: dict[str, Any] | None) -> str:
     if endurance is None:
         return "-"
-    used = endurance["budget_used_ratio"]
-    return f"{used:,.0f} x budget" if used >= 10 else f"{used:.2g} x budget"
+    writes, used = endurance["drive_writes_per_day"], endurance["allowance_used_ratio"]
+    text = f"{writes:,.0f} a day" if writes >= 10 else f"{writes:.2g} a day"
+    return text if used is None else f"{text}, {used:.0%} of allowed"
 
 
 def _notes() -> str:
@@ -348,6 +349,6 @@ def _notes() -> str:
         "the one for seconds. The capacity of the optimum is that of all tiers together.</p>"
         "<p>Time to the first token is that of engines with a queue of chunked prefills each, "
         "which share the store and its links; decodes are not modelled. Deadlines missed: foreseen "
-        "by the plan + not. Disk writes: a day's, against the drive writes that the disk is made "
-        "for.</p></footer>"
+        "by the plan + not. Disk writes: how often a day the whole disk would be written, and "
+        "how much of what its endurance allows was.</p></footer>"
     )

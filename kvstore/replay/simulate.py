@@ -35,6 +35,7 @@ TICK_SHARE = 0.5
 class Setup(NamedTuple):
     """What all cells of a run share. `engines` of 0 takes as many as the trace needs.
 
+    `endurance_dwpd` bounds what is written to disk, in drive writes a day; 0 does not.
     `hints` is the accuracy of made-up hints that a prompt will be continued; None gives none.
     `exact`, if any, answers with the most seconds that can be saved, as `exact_upper` does.
     """
@@ -45,7 +46,7 @@ class Setup(NamedTuple):
     hints: float | None = None
     seed: int = 0
     limit: int = 0
-    endurance_dwpd: float = 1.0
+    endurance_dwpd: float = 0.0
     exact: Callable[[TraceColumns, int, CallCost], float] | None = None
 
 
@@ -95,20 +96,41 @@ class Bench:
         upper = self.setup.exact(self.trace, capacity, cost)
         return best._replace(seconds_upper=max(best.seconds_lower, min(best.seconds_upper, upper)))
 
+    def simulation(self, cell: Cell) -> CacheSimulation:
+        """A new cache for a cell, told what computing and restoring cost here."""
+        costs, limit = self.costs, 0.0
+        if len(cell.capacities) > 1:
+            limit = self.setup.endurance_dwpd * cell.capacities[1] * self._block_bytes
+        back = costs.disk.seconds(self._block_bytes)
+        made = CacheSimulation(self.workload, cell.policy, cell.capacities, back, limit)
+        made.residency.set_rates(None, costs.cost.token_seconds, costs.cost.pair_seconds)
+        return made
+
+    def saved_seconds(self, hits: Sequence[Hit]) -> float:
+        """Prefill seconds of the hit blocks: b n + c n^2/2 for n tokens."""
+        cost, size = self.costs.cost, self.trace.block_size
+        return sum(cost.block_value(0, hit.blocks * size) for hit in hits)
+
+    def saved_ratio(self, hits: Sequence[Hit]) -> float:
+        """The same, of what all blocks take."""
+        cost = self.costs.cost
+        whole = sum(cost.block_value(0, int(tokens)) for tokens in self.trace.inputs)
+        return self.saved_seconds(hits) / max(whole, 1e-12)
+
     def cell(self, cell: Cell) -> dict[str, Any]:
         """Figures of one cell."""
-        simulation = CacheSimulation(self.workload, cell.policy, cell.capacities)
+        simulation = self.simulation(cell)
         result = simulation.run()
-        served = self.serve(simulation.hits)
+        served, saved = self.serve(simulation.hits), self.saved_seconds(simulation.hits)
         return {
             "policy": cell.policy,
             "tiers": self._tiers(result),
             "token_hit_ratio": result.token_hit_ratio,
-            "prefill_seconds_saved": result.saved_seconds,
-            "prefill_seconds_saved_ratio": result.saved_ratio,
+            "prefill_seconds_saved": saved,
+            "prefill_seconds_saved_ratio": self.saved_ratio(simulation.hits),
             **_ttft_figures(served),
             "ttft_curve": _curve(served),
-            **self._bytes(result, served),
+            **self._bytes(result, served, saved),
             "deadline_misses": {
                 "predicted": served.predicted_misses,
                 "unpredicted": served.unpredicted_misses,
@@ -136,14 +158,13 @@ class Bench:
     def _block_bytes(self) -> int:
         return self.trace.block_size * self.costs.bytes_per_token
 
-    def _bytes(self, result: CacheResult, served: Served) -> dict[str, Any]:
+    def _bytes(self, result: CacheResult, served: Served, saved: float) -> dict[str, Any]:
         restored = served.restored_token_count * self.costs.bytes_per_token
         full = int((self.trace.inputs // self.trace.block_size).sum())
         links = {"host>hbm": restored, "hbm>host": (full - result.hit_blocks) * self._block_bytes}
         if len(result.capacity_blocks) > 1:
             links["disk>host"] = served.disk_read_bytes
             links["host>disk"] = result.written_blocks * self._block_bytes
-        saved = result.saved_seconds
         return {
             "restored_bytes": restored,
             "bytes_by_link": links,
@@ -151,18 +172,19 @@ class Bench:
         }
 
     def _endurance(self, result: CacheResult) -> dict[str, Any] | None:
-        """Disk writes against a drive of the tier's size and its drive writes per day."""
+        """Disk writes, and what they take of the allowance: a day's to begin with."""
         if len(result.capacity_blocks) < 2 or not result.capacity_blocks[1]:
             return None
-        span = max(float(self.trace.times[-1]), 1e-9)
+        days = max(float(self.trace.times[-1]), 1e-9) / SECONDS_A_DAY
         written = result.written_blocks * self._block_bytes
-        budget = self.setup.endurance_dwpd * result.capacity_blocks[1] * self._block_bytes
-        per_day = written / span * SECONDS_A_DAY
+        capacity = result.capacity_blocks[1] * self._block_bytes
+        allowed = self.setup.endurance_dwpd * capacity * (1 + days)
         return {
             "written_bytes": written,
-            "written_bytes_per_day": per_day,
-            "budget_bytes_per_day": budget,
-            "budget_used_ratio": per_day / budget if budget else None,
+            "written_bytes_per_day": written / days,
+            "drive_writes_per_day": written / days / capacity,
+            "allowed_bytes": allowed or None,
+            "allowance_used_ratio": written / allowed if allowed else None,
         }
 
 

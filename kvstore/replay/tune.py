@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.core.errors import InvalidRequest
-from kvstore.replay.cachesim import CacheSimulation
 from kvstore.replay.formats import TraceRequest
-from kvstore.replay.simulate import Bench
+from kvstore.replay.simulate import Bench, Cell
 from kvstore.replay.simulate_pool import Workers
 from kvstore.replay.tune_prices import Prices
 
@@ -47,14 +46,14 @@ class Probe(NamedTuple):
 
     def run(self, bench: Bench) -> Outcome:
         host, disk = self.capacities
-        simulation = CacheSimulation(bench.workload, self.policy, (host, disk) if disk else (host,))
+        simulation = bench.simulation(Cell(self.policy, (host, disk) if disk else (host,)))
         result = simulation.run()
         served = bench.serve(simulation.hits)
         return Outcome(
             self.policy,
             self.capacities,
             result.token_hit_ratio,
-            result.saved_ratio,
+            bench.saved_ratio(simulation.hits),
             result.written_blocks,
             float(np.percentile(served.ttft_seconds, 50)),
             float(np.percentile(served.ttft_seconds, 99)),

@@ -62,8 +62,26 @@ def test_disk_tier(bench: Bench) -> None:
     assert cell["bytes_by_link"]["disk>host"] > 0
     endurance = cell["endurance"]
     assert endurance["written_bytes"] == cell["bytes_by_link"]["host>disk"] > 0
-    used = endurance["written_bytes_per_day"] / endurance["budget_bytes_per_day"]
-    assert endurance["budget_used_ratio"] == pytest.approx(used)
+    assert endurance["allowance_used_ratio"] is None
+
+
+def test_endurance_bounds_writes(bench: Bench) -> None:
+    """Held to few drive writes a day, a disk is written less, and serves less."""
+    cell = Cell("lru", (bench.workload.capacity(0.05), bench.workload.capacity(0.4)))
+    held = Bench(SETUP._replace(endurance_dwpd=0.1), bench.requests).cell(cell)
+    free = bench.cell(cell)
+    assert 0 < held["endurance"]["allowance_used_ratio"] < 1.02
+    assert held["endurance"]["written_bytes"] < free["endurance"]["written_bytes"]
+    assert held["token_hit_ratio"] < free["token_hit_ratio"]
+
+
+def test_costs_rule_what_is_saved(bench: Bench) -> None:
+    """Twice the prefill costs are twice the seconds saved, and the same share."""
+    costs = SETUP.costs._replace(cost=SETUP.costs.cost.times(2))
+    slow = Bench(SETUP._replace(costs=costs), bench.requests).cell(Cell("gdsf", (500,)))
+    plain = bench.cell(Cell("gdsf", (500,)))
+    for name, factor in (("prefill_seconds_saved", 2), ("prefill_seconds_saved_ratio", 1)):
+        assert slow[name] == pytest.approx(factor * plain[name])
 
 
 def test_processes_agree(bench: Bench) -> None:
