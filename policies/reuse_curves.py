@@ -54,6 +54,12 @@ def index_table(chances: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(best.T)
 
 
+def _shrunk(events: np.ndarray, exposure: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Events over exposure, as if CURVE_PRIOR more had been seen of what was expected."""
+    found: np.ndarray = (events + CURVE_PRIOR * expected) / (exposure + CURVE_PRIOR)
+    return found
+
+
 def grid_step(multiplier: float, log: float) -> int:
     """Where a multiplier, of which `log` is the logarithm, stands in the grid."""
     return min(max(int((log - GRID_LOW) / GRID_STEP + 0.5), 0), GRID - 1)
@@ -94,11 +100,14 @@ class Curves:
         groups = (self.hints, SHAPES, BINS)
         events, exposure = self.events.reshape(groups), self.exposure.reshape(groups)
         pooled = (events.sum((0, 1)) + 0.01) / (exposure.sum((0, 1)) + 1)
+        expected = pooled
         if self.hints > 1:
-            # What holds for a hint is first its own, then everybody's.
-            own = events.sum(1) + CURVE_PRIOR * pooled
-            pooled = (own / (exposure.sum(1) + CURVE_PRIOR))[:, None, :]
-        curves = (events + CURVE_PRIOR * pooled) / (exposure + CURVE_PRIOR)
+            # Until a shape of a hint has its own events, it is the shape's of all hints, times what
+            # the hint makes of all shapes: a hint that says nothing costs nothing.
+            shapes = _shrunk(events.sum(0), exposure.sum(0), pooled)
+            said = _shrunk(events.sum(1), exposure.sum(1), pooled) / pooled
+            expected = shapes * said[:, None, :]
+        curves = _shrunk(events, exposure, expected)
         self.curves = np.minimum(curves, CHANCE_MAX).reshape(-1, BINS)
         self.factors.rebuild()
         self.table = self._index()
