@@ -114,6 +114,10 @@ def command(
     from kvstore.replay.simulate_pool import simulate, task_count
 
     policies = policies_of(policy_text)
+    if report is not None and not report.parent.is_dir():
+        raise click.BadParameter(
+            f"{report.parent} is no directory; make it or choose another", param_hint="--report"
+        )
     setup = setup_of(
         trace, engine, hints=accuracy_of(hints), endurance_dwpd=endurance_dwpd,
         exact=solver() if exact_bounds else None,

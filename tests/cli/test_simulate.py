@@ -48,6 +48,14 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "What-if" in out
 
 
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--report writes the page beside what is printed."""
+    page = tmp_path / "out.html"
+    assert simulate("--policy", "lru", "--tier", "host=5%", "--report", str(page), "--json") == 0
+    json.loads(capsys.readouterr().out)
+    assert page.read_text().startswith("<!doctype html>")
+
+
 def test_links_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
     """Slower links and costs make first tokens later."""
     tiers = ["--tier", "host=20%", "--policy", "lru", "--json", "--engines", "2"]
@@ -80,6 +88,7 @@ def test_links_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tier", "host=5%", "--prefill", "1,2"], "a call, a token and a pair"),
         (["--tier", "host=5%", "--prefill", "0,0,0"], "a call, a token and a pair"),
         (["--tier", "host=5%", "--deadline", "0"], "deadline"),
+        (["--tier", "host=5%", "--report", "/nowhere/out.html"], "/nowhere is no directory"),
         ([], "tier"),
     ],
 )

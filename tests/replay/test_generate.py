@@ -51,14 +51,14 @@ def moments(preset: str, rate: float, seed: int) -> dict[str, Any]:
     }
 
 
-def distance(found: list[dict[str, Any]], name: str, tolerance: float) -> dict[str, Any]:
+def distance(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """Moments of several seeds, in the mean, that are out of tolerance: 5 points for shares of
-    stack distances, else relative, or one block."""
+    stack distances, else 10 % or one block."""
     far = {}
     for key, wanted in PUBLISHED[name].items():
         mean = np.mean([np.atleast_1d(one[key]) for one in found], axis=0)
         goal = np.atleast_1d(wanted)
-        room = 0.05 if key == "stack" else tolerance * goal
+        room = 0.05 if key == "stack" else 0.1 * goal
         if key == "matched":
             room = np.maximum(room, 1)
         if (np.abs(mean - goal) > room).any():
@@ -67,18 +67,10 @@ def distance(found: list[dict[str, Any]], name: str, tolerance: float) -> dict[s
 
 
 @pytest.mark.parametrize("preset", sorted(PUBLISHED))
-def test_scaled_runs_are_like_the_published_trace(preset: str) -> None:
-    """Half the sessions keep hits, reuse, lengths and distances within 20 % of the original."""
-    found = [moments(preset, 0.5, seed) for seed in (1, 2, 3)]
-    assert not distance(found, preset, 0.2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("preset", sorted(PUBLISHED))
-def test_full_runs_are_like_the_published_trace(preset: str) -> None:
+def test_generated_is_like_the_published_trace(preset: str) -> None:
     """The fit holds every moment within 10 % (5 points where it is a share of distances)."""
     found = [moments(preset, 2.0 if preset == "synthetic" else 1.0, seed) for seed in (1, 2, 3)]
-    assert not distance(found, preset, 0.1)
+    assert not distance(found, preset)
 
 
 def test_toolagent_like_meets_published_means() -> None:
