@@ -26,6 +26,7 @@ VERBS = {
     "simulate": ("kvstore.cli.simulate:command", "Try policies and tier sizes on a trace."),
     "tune": ("kvstore.cli.tune:command", "Recommend tier sizes and a policy for a trace."),
     "trace": ("kvstore.cli.trace:command", "Inspect, convert and make prefix traces."),
+    "explain": ("kvstore.cli.explain:command", "Show why a request was served as it was."),
     "estimate": ("kvstore.cli.estimate:command", "KV bytes and roofline of a model."),
     "policy": ("kvstore.cli.policy:command", "Show or set which blocks leave first."),
     "quota": ("kvstore.cli.quota:command", "Show or set what a tenant may and is sure to hold."),

@@ -17,6 +17,7 @@ from kvstore.cli.output import (
 )
 from kvstore.core.sizes import format_bytes
 
+COST_COLUMNS = ("measured costs", "predicted", "99 % below", "state")
 TIER_COLUMNS = ("tier", "used", "resting", "free", "of", "blocks", "state")
 
 
@@ -59,6 +60,20 @@ def _show(status: dict[str, Any], path: str) -> None:
     print_table(TIER_COLUMNS, tiers, right=TIER_COLUMNS[1:-1])
     click.echo()
     print_table(("", ""), _rows(status), header=False)
+    if status["costs"]:
+        click.echo()
+        rows = [cost_row(cost) for cost in status["costs"]]
+        print_table(COST_COLUMNS, rows, right=COST_COLUMNS[1:-1])
+
+
+def cost_row(cost: dict[str, Any]) -> list[str]:
+    """A cost model: what it predicts for a GiB or 8k tokens, and how far off it was."""
+    what = "1 GiB" if cost["unit"] == "bytes" else "8k tokens"
+    seconds = cost["predicted_seconds"]
+    shown = f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    name = f"{cost['subject']} {cost['device']}".strip()
+    state = cost["state"] if cost["state"] == "fitted" else f"{cost['state']}, {cost['reason']}"
+    return [name, f"{shown} for {what}", f"{cost['ratio_p99']:.2f} x", state]
 
 
 def _tier_row(name: str, tier: dict[str, Any]) -> list[Any]:

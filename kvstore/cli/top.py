@@ -111,7 +111,10 @@ class Watch:
         return {**self._status, "rates": per_second}
 
     def view(self) -> Group:
-        return Group(self._head(), Text(), self._tiers(), Text(), self._traffic(), self._spark())
+        parts = [self._head(), Text(), self._tiers(), Text(), self._traffic(), self._spark()]
+        if self._status.get("costs"):
+            parts += [Text(), self._costs()]
+        return Group(*parts)
 
     def _head(self) -> Text:
         status = self._status
@@ -165,6 +168,16 @@ class Watch:
         table.add_row(
             "token hit ratio", ratio, f"{overall / everything:.1%}" if everything else "-"
         )
+        return table
+
+    def _costs(self) -> Table:
+        from kvstore.cli.status import COST_COLUMNS, cost_row
+
+        table = Table(box=None, pad_edge=False)
+        for name in COST_COLUMNS:
+            table.add_column(name, justify="right" if name in COST_COLUMNS[1:-1] else "left")
+        for cost in self._status["costs"]:
+            table.add_row(*cost_row(cost))
         return table
 
     def _spark(self) -> Text:

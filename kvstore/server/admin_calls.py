@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server import translate
 from kvstore.server.status_messages import space_message, status_response, tenant_message
 from kvstore.server.steps import mapped
+from kvstore.store.explain_text import explained
 from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
 
@@ -112,11 +114,24 @@ class AdminCalls:
             translate.digest("space_id", request.space_id, SPACE_ID_BYTES)
         return mapped(self._store.flush(request.space_id or None), flush_response)
 
-    def explain(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainResponse:
-        raise NotImplementedYet("this version keeps no decision log; Explain has nothing to tell")
+    def explain(
+        self, session: Session, request: pb.ExplainRequest
+    ) -> pb.ExplainResponse | Completion[pb.ExplainResponse]:
+        _one_of(request_id=request.request_id, block_key=request.block_key)
+        _check_target(request.request_id, request.block_key)
+        explainer = self._store.explainer
+        if request.request_id:
+            return explain_response(explainer.request(request.request_id))
+        return mapped(explainer.block(request.block_key), explain_response)
 
     def trace(self, session: Session, request: Any) -> Any:
         raise NotImplementedYet("this version records no traces; convert one of your own instead")
+
+
+def explain_response(document: dict[str, Any]) -> pb.ExplainResponse:
+    return pb.ExplainResponse(
+        text=explained(document), document=json.dumps(document, allow_nan=False).encode()
+    )
 
 
 def pin_response(result: PinResult) -> pb.PinResponse:

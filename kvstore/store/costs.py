@@ -7,7 +7,8 @@ up again under the same identity; measurements of anything else begin anew.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +30,7 @@ from kvstore.store.sessions import Attachment
 SAMPLES_MIN = 8  # measurements before a model decides anything
 MODELS_MAX = 64  # of engines, and of links; each takes a few KiB and is written down whole
 SAVE_SECONDS = 60.0
+OVERDUE_MAX = 16  # transfers that are looked at in a turn, the oldest
 VERSION = 1
 OWN_LINKS = frozenset((*LINKS, *DISK_LINKS))
 UPWARD = "host>"  # names of links over which an engine takes restored blocks in begin so
@@ -40,6 +42,16 @@ PRIORS = {READ_LINK: LinkCost.of(100e-6, 2e9), WRITE_LINK: LinkCost.of(1e-3, 1e9
 ENGINE_PRIOR = LinkCost.of(20e-6, 20e9)
 
 
+class UnderWay(NamedTuple):
+    """A transfer that is not over; `counted` is how long it had taken when it last counted."""
+
+    identity: LinkIdentity
+    began: float
+    byte_count: int
+    queued_bytes: int
+    counted: float = 0.0
+
+
 class CostBook:
     """The models, by identity. `disk` names the disk that the daemon's own links lead to."""
 
@@ -49,6 +61,8 @@ class CostBook:
         self._engines: dict[RecomputeIdentity, RecomputeModel] = {}
         self._links: dict[LinkIdentity, PathModel] = {}
         self._upward: dict[str, PathModel] = {}  # by the engine's device
+        self._under_way: dict[int, UnderWay] = {}
+        self._begun = 0
         self._saved: dict[tuple[Any, ...], Any] = {}  # of what has not turned up yet
         self._written: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self.read_link = LinkIdentity(READ_LINK, disk)
@@ -79,6 +93,29 @@ class CostBook:
             self._add_link(model)
         if model.observe(seconds, byte_count, queued_bytes):
             self.changed = True
+
+    def begin_transfer(self, under_way: UnderWay) -> int:
+        """A transfer of the daemon's own begins; answers with what `end_transfer` calls it."""
+        self._begun += 1
+        self._under_way[self._begun] = under_way
+        return self._begun
+
+    def end_transfer(self, number: int, now: float, is_whole: bool) -> None:
+        """It is over; one that failed half way says nothing about the time it takes."""
+        one = self._under_way.pop(number)
+        if is_whole:
+            seconds = now - one.began
+            self.observe_transfer(one.identity, seconds, one.byte_count, one.queued_bytes)
+
+    def look_at_overdue(self, now: float) -> None:
+        """Has the oldest transfers under way count before they end, if they take far too long."""
+        for number, one in list(islice(self._under_way.items(), OVERDUE_MAX)):
+            model, seconds = self.link(one.identity), now - one.began
+            if model is None or model.sample_count < SAMPLES_MIN or seconds < 2 * one.counted:
+                continue
+            if model.observe_overdue(seconds, one.byte_count, one.queued_bytes):
+                self._under_way[number] = one._replace(counted=seconds)
+                self.changed = True
 
     def _check_room(self, models: Any, what: str) -> None:
         if len(models) >= MODELS_MAX:
@@ -179,9 +216,9 @@ class CostBook:
 def _identity(saved: Any) -> tuple[Any, ...]:
     """The identity of a saved model as a key; raises ValueError for what is none."""
     key = tuple(saved)
-    kinds = [str] * len(LinkIdentity._fields)
+    kinds: tuple[type, ...] = (str, str)
     if len(key) == len(RecomputeIdentity._fields):
-        kinds = [str, str, str, str, int]
+        kinds = (str, str, str, str, int)
     if len(key) != len(kinds) or not all(map(isinstance, key, kinds)):
         raise ValueError
     return key
@@ -238,6 +275,7 @@ class CostKeeper:
             lease.decision.copied(attachment.session.id, seconds)
 
     def tick(self, now: float) -> None:
+        self._parts.costs.look_at_overdue(now)
         if now >= self._due:
             self._due = now + SAVE_SECONDS
             self.save()

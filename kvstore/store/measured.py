@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.core.clock import Clock
 from kvstore.mover import READ_LINK, WRITE_LINK, Job, Moved, Mover
-from kvstore.store.costs import CostBook
+from kvstore.store.costs import CostBook, UnderWay
 
 
 class MeasuredMover:
@@ -24,18 +24,20 @@ class MeasuredMover:
         identity = self._identities.get(job.link)
         if identity is None or not job.byte_count:
             return self._mover.submit(job)
-        queued, began, done = self._mover.queued_bytes(job.link), self._clock.now(), job.done
+        queued, done = self._mover.queued_bytes(job.link), job.done
+        number = self._book.begin_transfer(
+            UnderWay(identity, self._clock.now(), job.byte_count, queued)
+        )
 
         def heard(moved: Moved) -> None:
-            if is_whole(moved):
-                seconds = self._clock.now() - began
-                self._book.observe_transfer(identity, seconds, job.byte_count, queued)
+            self._book.end_transfer(number, self._clock.now(), is_whole(moved))
             done(moved)
 
         job.done = heard
         if self._mover.submit(job):
             return True
         job.done = done
+        self._book.end_transfer(number, 0.0, False)
         return False
 
     def queued_bytes(self, link: str) -> int:

@@ -14,6 +14,7 @@ from kvstore.policies.accounts import pool_in
 from kvstore.store.clear import ClearFlow
 from kvstore.store.demote import WriteBehind
 from kvstore.store.evict import Remover
+from kvstore.store.explain import Explainer
 from kvstore.store.find import find_key
 from kvstore.store.parts import DISK, HOST, Parts
 from kvstore.store.pins import PinTable
@@ -33,6 +34,7 @@ class OperatorCalls:
         self.verifier = verifier
         self.pins = PinTable(parts)
         self.behind = WriteBehind(parts, remover)
+        self.explainer = Explainer(parts)
         self._clears = ClearFlow(parts, remover, self.behind.when_idle)
         self._scrubber = Scrubber(parts, remover)
 

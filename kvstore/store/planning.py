@@ -35,7 +35,8 @@ class Plan(NamedTuple):
     lease_blocks: int
     reason: str
     decision: Decision | None = None
-    states: Mapping[str, State] = {}  # of the models, when they were asked
+    costs: tuple[Costs, ...] = ()  # p50 and p99, and the states of the models they are from
+    states: Mapping[str, State] = {}
 
 
 class Planner:
@@ -66,13 +67,14 @@ class Planner:
             reason = f"{_loads(loads)}; not measured yet: {missing}"
             return load_all(loads, matched, local, pending, block_size, reason)
         situation = self._situation(attachment, ask, loads, matched, local, links)
-        costs = [
+        costs = tuple(
             Costs(engine.cost(share), _link_costs(links, share, attachment)) for share in (P50, P99)
-        ]
+        )
         decision = decide(situation, *costs)
         states = {"recompute": engine.state}
         states.update((name, model.state) for name, model in links.items() if model is not None)
-        return _planned(decision, states, loads, matched, local, pending, block_size)
+        plan = _planned(decision, loads, matched, pending, block_size)
+        return plan._replace(costs=costs, states=states)
 
     def _links(
         self, loads: Sequence[PlanStep], upward: PathModel | None
@@ -138,9 +140,8 @@ def load_all(
 
 
 def _planned(
-    decision: Decision, states: Mapping[str, State], loads: Sequence[PlanStep], matched: int,
-    local: int, pending: int, block_size: int,
-) -> Plan:  # fmt: skip
+    decision: Decision, loads: Sequence[PlanStep], matched: int, pending: int, block_size: int
+) -> Plan:
     chosen = decision.chosen
     computed = computed_span(decision, chosen.cut)
     steps = list(cut_steps(loads, computed, matched + pending))
@@ -152,7 +153,6 @@ def _planned(
         -(-last // block_size),
         decision.reason,
         decision,
-        states,
     )
 
 

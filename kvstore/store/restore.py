@@ -156,7 +156,8 @@ class _Restoring:
 
     def start(self, session: int, first: int, stop: int) -> Completion[None]:
         self._session, self._first, self._next, self._stop = session, first, first, stop
-        self._came = np.zeros(stop - first, bool)  # blocks that the client has heard of
+        # Blocks that the client has heard of.
+        self._came: np.ndarray = np.zeros(stop - first, np.bool_)
         self._began = self._parts.clock.now()
         entry = self._lease.decision
         if entry is not None and entry.began is None:

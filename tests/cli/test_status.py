@@ -67,7 +67,7 @@ DAEMON_VERBS = {
     "status": (), "spaces": (), "policy get": (), "policy set": ("lru",), "quota get": (),
     "quota set": ("default", "--cap", "1MiB"), "pin": ("r1",), "unpin": ("pin-1",),
     "clear": ("--all", "--yes"), "verify": (), "drain": (), "top": ("--once",),
-    "flush": (),
+    "flush": (), "explain": ("r1",),
 }  # fmt: skip
 
 
@@ -86,7 +86,10 @@ def test_unreachable_daemon_is_exit_3(
 
 def test_every_verb_of_a_daemon_is_tried() -> None:
     """Verbs that need no running daemon are these, the others are tested above."""
-    alone = {"serve", "check", "doctor", "demo", "replay", "trace", "estimate", "bench", "fsck"}
+    alone = {
+        "serve", "check", "doctor", "demo", "replay", "simulate", "tune", "trace", "estimate",
+        "bench", "fsck",
+    }  # fmt: skip
     assert {verb.split()[0] for verb in DAEMON_VERBS} == set(VERBS) - alone
 
 

@@ -279,7 +279,7 @@ def test_wrong_admin_calls(peer: Any) -> None:
         ("Drain", pb.DrainRequest(deadline_seconds=1e6), "INVALID_ARGUMENT", "deadline_seconds"),
         ("Verify", pb.VerifyRequest(tier="attic"), "INVALID_ARGUMENT", "attic"),
         ("Flush", pb.FlushRequest(), "FAILED_PRECONDITION", "disk"),
-        ("Explain", pb.ExplainRequest(request_id="r"), "UNIMPLEMENTED", "Explain"),
+        ("Explain", pb.ExplainRequest(request_id="r"), "NOT_FOUND", "limits.decisions_kept"),
         ("TraceStart", pb.TraceStartRequest(path="/tmp/x"), "UNIMPLEMENTED", "trace"),
         ("TraceStop", pb.TraceStopRequest(), "UNIMPLEMENTED", "trace"),
     ):

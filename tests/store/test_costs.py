@@ -184,6 +184,32 @@ def test_jobs_are_measured_with_their_wait() -> None:
     assert not mover.submit(refused)
     refused.done(Moved([b""], None, 1.0))
     assert len(seen) == 1
+    clock.advance(9.0)
     mover.submit(Job(COPY_LINK, "", 0, 100, lambda: None, heard.append))
     late.jobs[-1].done(Moved(None, None, 1.0))
     assert len(seen) == 1
+
+
+def test_a_transfer_that_hangs_counts_before_it_ends() -> None:
+    """What a disk that got far slower costs is known while the first read still waits."""
+    clock, late, book = ManualClock(), LateMover(), CostBook()
+    mover = MeasuredMover(late, clock, book)
+    for i in range(40):
+        book.observe_transfer(book.read_link, 0.01 * (1 + i % 5), 100_000 * (1 + i % 5))
+    model = book.link(book.read_link)
+    assert model is not None
+    believed, count = model.seconds(100_000), model.sample_count
+    mover.submit(Job(READ_LINK, "", 0, 100_000, lambda: [b"sum"], lambda moved: None))
+    clock.advance(0.02)
+    book.look_at_overdue(clock.now())
+    assert model.sample_count == count
+    for _ in range(200):
+        clock.advance(0.05)
+        book.look_at_overdue(clock.now())
+    assert count + 5 < model.sample_count < count + 20
+    assert model.seconds(100_000) > 5 * believed
+    late.jobs[0].done(run(late.jobs[0]))
+    counted = model.sample_count
+    clock.advance(100.0)
+    book.look_at_overdue(clock.now())
+    assert model.sample_count == counted
