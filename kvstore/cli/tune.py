@@ -33,6 +33,10 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--disk-max", callback=size_value, metavar="SIZE", help="Most disk there is.")
 @click.option("--no-disk", is_flag=True, help="Host memory only.")
 @click.option(
+    "--endurance-dwpd", type=click.FloatRange(0, 1e6), default=0.0, show_default=True,
+    help="Hold the disk to so many drive writes a day; 0: only the price of its wear does.",
+)  # fmt: skip
+@click.option(
     "--policy", "policy_text", default="saved_time,gdsf,lru", show_default=True,
     metavar="NAME[,NAME]|all", help="Sizes are found with the first, then all compete.",
 )  # fmt: skip
@@ -45,6 +49,7 @@ def command(
     host_max: int | None,
     disk_max: int | None,
     no_disk: bool,
+    endurance_dwpd: float,
     policy_text: str,
     as_json: bool,
     **engine: Any,
@@ -62,7 +67,7 @@ def command(
     if no_disk and disk_max is not None:
         raise click.UsageError("--no-disk and --disk-max exclude each other; leave one out")
     policies, prices = policies_of(policy_text), load_prices(price_file)
-    bench = Bench(setup_of(trace, engine))
+    bench = Bench(setup_of(trace, engine, endurance_dwpd=endurance_dwpd))
     limits = Limits(budget, host_max, 0 if no_disk else disk_max)
     jobs = min(2, engine["jobs"] or os.cpu_count() or 1)
     with Workers(bench, jobs) as workers, _probing() as advance:
@@ -158,6 +163,6 @@ def _advice(document: dict[str, Any]) -> str:
     )
     writes = best["drive_writes_per_day"]
     if writes is not None and writes > 1:
-        text += f" Its disk would be written {writes:,.0f} times a day, unless"
-        text += " tiers.disk.endurance_dwpd caps that."
+        text += f" Its disk is written {writes:,.0f} times a day here; set"
+        text += " tiers.disk.endurance_dwpd so, or try --endurance-dwpd with less."
     return text

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.core.errors import InvalidRequest
 from kvstore.replay.formats import TraceRequest
-from kvstore.replay.simulate import Bench, Cell
+from kvstore.replay.simulate import SECONDS_A_DAY, Bench, Cell
 from kvstore.replay.simulate_pool import Workers
 from kvstore.replay.tune_prices import Prices
 
@@ -204,7 +204,9 @@ class Tuner:
     def _cost(self, outcome: Outcome) -> float:
         host, disk = (count * self._block_bytes for count in outcome.capacities)
         written = outcome.written_blocks * self._block_bytes / self._span
-        return self._prices.month(host, disk, written)
+        allowed = self._bench.setup.endurance_dwpd * disk / SECONDS_A_DAY
+        # A short trace uses up what is allowed at first; that does not go on for a month.
+        return self._prices.month(host, disk, min(written, allowed) if allowed else written)
 
     def _saves(self, outcome: Outcome) -> float:
         saved = float((self._whole - outcome.residual_seconds).sum())
@@ -236,7 +238,7 @@ class Tuner:
             if count
         }
         low, high = np.percentile(self._drawn(outcome), INTERVAL)
-        written = outcome.written_blocks * self._block_bytes / self._span * 86_400
+        written = outcome.written_blocks * self._block_bytes / self._span * SECONDS_A_DAY
         disk = outcome.capacities[1] * self._block_bytes
         return {
             "policy": outcome.policy,

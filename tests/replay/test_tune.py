@@ -84,6 +84,14 @@ def test_cheap_disk_is_bought(bench: Bench) -> None:
     assert found["recommended"]["drive_writes_per_day"] > 0
 
 
+def test_endurance_bounds_wear(bench: Bench) -> None:
+    """Held to few drive writes a day, a disk wears out no faster than that, and is worth less."""
+    prices = Prices(host_gib_month=50, disk_gib_month=0, disk_terabyte_written=0, gpu_hour=50)
+    held = Bench(bench.setup._replace(endurance_dwpd=0.01), bench.requests)
+    free, bound = tune(bench, prices)["recommended"], tune(held, prices)["recommended"]
+    assert bound["net_per_month"] < free["net_per_month"]
+
+
 def test_policies_compete(bench: Bench) -> None:
     """All policies are compared at the sizes chosen, the recommended one first."""
     found = tune(bench, FREE, Limits(host_bytes=60 << 30, disk_bytes=0), "lru", "gdsf", "fifo")
