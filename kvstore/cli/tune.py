@@ -78,6 +78,7 @@ def command(
         "unique_blocks": bench.workload.unique_blocks,
         "prices": {name: getattr(prices, name) for name in prices.__struct_fields__},
         "budget_per_month": budget,
+        "endurance_dwpd": endurance_dwpd,
     }
     document = {**facts, **found}
     if as_json:
@@ -162,7 +163,9 @@ def _advice(document: dict[str, Any]) -> str:
         f"({_interval(best['net_per_month_interval'])})."
     )
     writes = best["drive_writes_per_day"]
-    if writes is not None and writes > 1:
+    if writes is not None and document["endurance_dwpd"]:
+        text += " A day's allowance of disk writes is there at first: try a longer trace, too."
+    elif writes is not None and writes > 1:
         text += f" Its disk is written {writes:,.0f} times a day here; set"
         text += " tiers.disk.endurance_dwpd so, or try --endurance-dwpd with less."
     return text
