@@ -101,6 +101,7 @@ class Context:
         self.accounts = accounts or Accounts()
         self.worth = Worth()
         self.use: Use | None = None
+        self.tick: Callable[[], int] = int  # Residency's, which counts accesses.
         self.models: dict[type[Model], Model] = {}
 
     def loss(self, run: Run, tier: int) -> float:

@@ -13,6 +13,8 @@ from kvstore.policies.reuse_model import ReuseModel
 QUEUED_SHARE = 0.05  # of the leaves are queued, and of the blocks go before all are scored anew
 QUEUED_MIN = 8
 SLACK = 1.0001
+# Where nobody tells of requests, what they touch stands for the time between them.
+TICK_SECONDS = 0.3
 
 
 class LeafScores:
@@ -24,10 +26,17 @@ class LeafScores:
     is also made after a share of the tenant's blocks went.
     """
 
-    def __init__(self, tier: int, model: ReuseModel, loss: Callable[[Run], float]) -> None:
+    def __init__(
+        self,
+        tier: int,
+        model: ReuseModel,
+        loss: Callable[[Run], float],
+        tick: Callable[[], int],
+    ) -> None:
         self._tier = tier
         self._model = model
         self._loss = loss
+        self._tick = tick
         self._slots: dict[Run, int] = {}
         self._runs: list[Run] = []
         self._rows = np.zeros(64, np.intp)
@@ -57,7 +66,11 @@ class LeafScores:
         """Notes what the run's last block is scored by; answers the score."""
         row, seconds, loss = self._terms(run)
         self._rows[slot], self._times[slot], self._losses[slot] = row, seconds, loss
-        return self._model.index(row, self._model.now - seconds) * loss
+        return self._model.index(row, self._now() - seconds) * loss
+
+    def _now(self) -> float:
+        model = self._model
+        return model.now if model.is_told else TICK_SECONDS * self._tick()
 
     def _grow(self) -> None:
         self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
@@ -86,7 +99,8 @@ class LeafScores:
         """Row, time of the last use and seconds lost of the run's last block."""
         use = run.policy
         if use is None:
-            return 0, self._model.now, self._loss(run)
+            seconds = self._now() if self._model.is_told else TICK_SECONDS * run.touched
+            return 0, seconds, self._loss(run)
         return use.row(run.first + run.ready - 1), use.seconds, self._loss(run) * use.weight
 
     def first(self, limit_blocks: Callable[[], int]) -> tuple[float, Run] | None:
@@ -124,7 +138,7 @@ class LeafScores:
         queue.clear()
         if not count:
             return 0
-        ages = self._model.now - self._times[:count]
+        ages = self._now() - self._times[:count]
         scores = self._model.indices(self._rows[:count], ages) * self._losses[:count]
         wanted = min(max(int(QUEUED_SHARE * count), QUEUED_MIN), count)
         lowest = np.argpartition(scores, wanted - 1)[:wanted]

@@ -40,6 +40,7 @@ class Residency:
         self.tick = 0
         self.request_count = 0
         self.context = Context(self.accounts)
+        self.context.tick = lambda: self.tick
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
         self._orders: dict[tuple[int, str], tuple[EvictionPolicy, ...]] = {}
         self._pool_orders: dict[str, tuple[EvictionPolicy, ...]] = {}

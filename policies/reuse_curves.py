@@ -77,7 +77,7 @@ class Curves:
         self.exposure = np.zeros((SHAPES, BINS))
         self.curves = np.full((SHAPES, BINS), START)
         self.factors = Factors()
-        self.table = np.ones((SHAPES * GRID, BINS))
+        self.table = self._index()
         self.rows: list[list[float]] = []
         self._publish()
 

@@ -54,6 +54,11 @@ class ReuseModel:
         self._mean_output = 128.0
 
     @property
+    def is_told(self) -> bool:
+        """Whether it has heard of any request."""
+        return self._requests > 0
+
+    @property
     def block_count(self) -> int:
         """Blocks in the directory."""
         return len(self._directory)

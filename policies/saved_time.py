@@ -32,7 +32,7 @@ class SavedTime:
         tenant = run.root.space.tenant
         scores = self._tenants.get(tenant)
         if scores is None:
-            scores = LeafScores(self.tier, self.model, self._loss)
+            scores = LeafScores(self.tier, self.model, self._loss, self.context.tick)
             self._tenants[tenant] = scores
         return scores
 

@@ -203,6 +203,22 @@ def test_what_was_learned_outlives_a_change_of_policy(requests: list[TraceReques
     assert model._requests == 600  # type: ignore[attr-defined]
 
 
+def test_saved_time_without_requests_ranks_by_recency(
+    new_world: type[Any], new_space: Callable[..., Space]
+) -> None:
+    """A store that tells of no requests still loses what was not used for longest."""
+    world, space = new_world(policy="saved_time"), new_space()
+    chains = [[(100 * n + i).to_bytes(16, "little") for i in range(4)] for n in range(30)]
+    for chain in chains:
+        world.put(space, chain)
+    for _ in range(200):
+        world.look(space, chains[0])
+    for chain in chains[:15]:
+        world.look(space, chain)
+    world.free(space, 4 * 15)
+    assert [bool(world.look(space, chain)) for chain in chains] == [True] * 15 + [False] * 15
+
+
 def shifted(first: list[TraceRequest], second: list[TraceRequest]) -> list[TraceRequest]:
     """One workload after the other, without common blocks."""
     end = first[-1].timestamp + 1000
