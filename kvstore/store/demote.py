@@ -1,6 +1,6 @@
 """Write-behind: the coldest blocks of the host tier are copied to disk before they have to go.
 
-policy says which -> slots on disk, kept free ahead -> groups of up to 32 blocks -> durable -> index
+policy says which -> slots on disk, kept free ahead -> groups of blocks -> durable -> index
 
 What does not fit the queue, the room or the endurance budget is skipped and counted, never waited
 for. `Flush` alone overrides the budget and takes its time.
@@ -21,8 +21,9 @@ from kvstore.store.groups import Group, GroupWriter, Part
 from kvstore.store.parts import DISK, RESERVE_BLOCKS_MAX, Parts
 from kvstore.store.reassign import Reassigner
 
-GROUP_BLOCKS = 32
-GROUP_BYTES = 32 << 20
+# A commit takes about as long for many blocks as for few.
+GROUP_BLOCKS = 128
+GROUP_BYTES = 64 << 20
 GROUPS_RUNNING = 4
 PROBE_SECONDS = 2.0
 RETRY_SECONDS = 1.0
@@ -105,7 +106,7 @@ class WriteBehind:
     def _take_parts(self, run: Run, start: int, stop: int, forced: bool) -> int:
         begun = 0
         while start < stop:
-            past = min(stop, start + GROUP_BLOCKS - self._open.block_count)
+            past = min(stop, start + self._blocks_left(run))
             count = self._take(run, start, past)
             begun += count
             start += count
@@ -118,6 +119,12 @@ class WriteBehind:
             if forced and len(self._running) >= GROUPS_RUNNING:
                 break
         return begun
+
+    def _blocks_left(self, run: Run) -> int:
+        """How many blocks of `run` the open group has room for, at least one."""
+        block_bytes = run.root.space.slot_bytes * run.root.space.shard_count
+        by_size = (GROUP_BYTES - self._open.byte_count) // block_bytes
+        return max(1, min(GROUP_BLOCKS - self._open.block_count, by_size))
 
     def _take(self, run: Run, start: int, stop: int) -> int:
         parts, space, index = self._parts, run.root.space, self._parts.index

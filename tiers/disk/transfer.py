@@ -13,13 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import TierError
 from kvstore.tiers.disk.io import PAGE, FileIO, bounce, is_aligned, whole_pages
+from kvstore.tiers.disk.quickest import COPIED, STRAIGHT, Quickest, huge_buffer
 from kvstore.tiers.disk.segments import Segment
 from kvstore.tiers.payload import digest
 
-RUN_BYTES = 32 << 20
-"""Moved in one call at most."""
+CHOICE_BYTES = 256 << 10
+RUN_BYTES = 4 << 20
+"""Moved in one call at most: enough for a disk's bandwidth, and what syncs waits for no more."""
 
 
 class Item(NamedTuple):
@@ -50,6 +53,7 @@ class Transfer:
 
     def __init__(self, io: FileIO, is_direct: Callable[[], bool]) -> None:
         self._io, self._is_direct = io, is_direct
+        self._quickest = Quickest()
 
     def write_many(self, items: Sequence[Item]) -> list[bytes]:
         """Checksums in the order of the items' numbers, which count from 0."""
@@ -94,13 +98,29 @@ class Transfer:
         return checksums
 
     def _read_run(self, run: list[Item], pages: int) -> bool:
-        segment = run[0].segment
-        at = segment.geometry.payload_at(run[0].slot)
+        total = len(run) * pages
+        way = self._quickest.choose() if total >= CHOICE_BYTES else STRAIGHT
+        began = perf_seconds()
         try:
-            self._io.read_all(segment.fd, [item.memory[:pages] for item in run], at)
+            (self._read_copied if way == COPIED else self._read_straight)(run, pages)
         except OSError:
             return False  # one by one, to find out which
+        if total >= CHOICE_BYTES:
+            self._quickest.took(way, total, perf_seconds() - began)
         return True
+
+    def _read_straight(self, run: list[Item], pages: int) -> None:
+        segment = run[0].segment
+        at = segment.geometry.payload_at(run[0].slot)
+        self._io.read_all(segment.fd, [item.memory[:pages] for item in run], at)
+
+    def _read_copied(self, run: list[Item], pages: int) -> None:
+        segment, buffer = run[0].segment, huge_buffer()
+        at, total = segment.geometry.payload_at(run[0].slot), len(run) * pages
+        for first in range(0, total, len(buffer)):
+            piece = buffer[: min(len(buffer), total - first)]
+            self._io.read_all(segment.fd, [piece], at + first)
+            _scatter(piece, first, run, pages)
 
     def _try_read(self, item: Item, length: int) -> bool:
         try:
@@ -150,6 +170,16 @@ class Transfer:
                 os.posix_fadvise(
                     item.segment.fd, at, geometry.payload_bytes, os.POSIX_FADV_DONTNEED
                 )
+
+
+def _scatter(piece: np.ndarray, first: int, run: list[Item], pages: int) -> None:
+    """Copies bytes [first, first + len(piece)) of a run to the items they belong to."""
+    done = 0
+    while done < len(piece):
+        number, inside = divmod(first + done, pages)
+        count = min(pages - inside, len(piece) - done)
+        np.copyto(run[number].memory[inside : inside + count], piece[done : done + count])
+        done += count
 
 
 def _fills_slot(item: Item) -> bool:
