@@ -35,7 +35,7 @@ class Hints:
             later = sum(request.expect_reuse_seconds > end for end in BACK_SECONDS)
             kind = len(REUSE_HINTS) + later
         if kind:
-            self._curves.grow(KINDS)
+            self._curves.grow(kind + 1)
         return kind
 
     def code(self, tenant: str, kind: int) -> int:
