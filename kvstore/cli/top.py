@@ -111,7 +111,8 @@ class Watch:
         return {**self._status, "rates": per_second}
 
     def view(self) -> Group:
-        parts = [self._head(), Text(), self._tiers(), Text(), self._traffic(), self._spark()]
+        parts: list[Any] = [self._head(), Text(), self._tiers(), Text(), self._traffic()]
+        parts.append(self._spark())
         if self._status.get("costs"):
             parts += [Text(), self._costs()]
         return Group(*parts)

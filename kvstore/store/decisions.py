@@ -35,8 +35,8 @@ class Entry:
 
     __slots__ = (
         "began", "chain", "ended", "failed_blocks", "given_up", "identity", "matched_tokens",
-        "pending_tokens", "plan", "reason", "request_id", "root_digest", "space", "taken",
-        "transfers", "wall_seconds",
+        "pending_tokens", "plan", "reason", "request_id", "root_digest", "space", "symbol_bytes",
+        "taken", "transfers", "wall_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class Entry:
         self.root_digest = attachment.root_digest(query.adapter, query.cache_salt)
         self.request_id = query.request_id
         self.chain: Chain = query.chain
+        self.symbol_bytes = sum([len(segment.symbols) for segment in query.chain.segments])
         self.matched_tokens = result.matched_tokens
         self.pending_tokens = result.pending_tokens
         self.plan: RestorePlan = result.plan
@@ -127,10 +128,10 @@ class DecisionLog:
         if query.request_id:
             self._by_request[query.request_id] = entry
         self._with_symbols.append(entry)
-        self._symbol_bytes += _symbol_bytes(entry)
+        self._symbol_bytes += entry.symbol_bytes
         while self._symbol_bytes > SYMBOL_BYTES_MAX:
             self._drop_symbols(self._with_symbols.popleft())
-        decision = entry.decision
+        decision = taken.decision if taken is not None else None
         self._recorder.planned(result.plan.kind, decision is not None)
         if decision is not None and decision.is_predicted_miss:
             self._recorder.deadline_missed(True)
@@ -143,7 +144,7 @@ class DecisionLog:
             self._drop_symbols(self._with_symbols.popleft())
 
     def _drop_symbols(self, entry: Entry) -> None:
-        self._symbol_bytes -= _symbol_bytes(entry)
+        self._symbol_bytes -= entry.symbol_bytes
         entry.chain = EMPTY_CHAIN
 
     def of_request(self, request_id: str) -> Entry | None:
@@ -182,10 +183,6 @@ class DecisionLog:
         deadline = decision.situation.deadline_seconds
         if deadline is not None and outcome.seconds > deadline and not decision.is_predicted_miss:
             self._recorder.deadline_missed(False)
-
-
-def _symbol_bytes(entry: Entry) -> int:
-    return sum(len(segment.symbols) for segment in entry.chain.segments)
 
 
 def _leading(chain: Chain, block_count: int) -> bytes:

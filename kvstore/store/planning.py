@@ -20,6 +20,7 @@ from kvstore.store.costs import SAMPLES_MIN
 from kvstore.store.parts import DISK, HOST, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
 
+IN_HOST = TIER_NAMES[HOST]
 SEGMENTS_MAX = 4  # that are planned one by one: a plan takes longer with each
 SLACK_SECONDS = 5e-3  # a restore is not late before that
 NOTHING_ARRIVED = 0.5  # pieces: half of the first is believed to be there
@@ -50,15 +51,18 @@ class Planner:
         pending: int,
     ) -> Plan:  # fmt: skip
         """The plan for a match of `matched` tokens, of which the engine has `local` already."""
-        block_size = attachment.space.block_size
-        loads = stretches(slots, matched, local, block_size, self._parts.disk is not None)
+        parts, block_size = self._parts, attachment.space.block_size
+        loads = stretches(slots, matched, local, block_size, len(parts.tiers) > DISK)
         if not loads:
             reason = f"the engine already has all {local} matched tokens"
             return load_all(loads, matched, local, pending, block_size, reason)
-        upward = self._parts.costs.upward(attachment.device)
-        if upward is None and len(loads) == 1 and loads[0].source == TIER_NAMES[HOST]:
+        upward = parts.costs.upward(attachment.device)
+        if upward is None and len(loads) == 1 and loads[0].source == IN_HOST:
             # Nothing beats what costs nothing, as far as anybody has said.
-            reason = f"{_loads(loads)}; the engine's copies from host are not measured yet"
+            reason = (
+                f"load all {matched - local} tokens from host; the engine's copies from host are "
+                "not measured yet"
+            )
             return load_all(loads, matched, local, pending, block_size, reason)
         engine = self._parts.costs.engine(attachment.recompute_identity)
         links = self._links(loads, upward)
