@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from random import Random
 
 import pytest
-from disk_world import SIZE, directory_bytes, header, is_right, payload, put, recovered
+from disk_world import (
+    SIZE,
+    BrokenIO,
+    directory_bytes,
+    header,
+    is_right,
+    number_of,
+    payload,
+    put,
+    recovered,
+)
 
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.index import pack_key, pack_value, parse_value
@@ -173,4 +184,30 @@ def test_misdirected_payload_is_a_miss(original, tmp_path):
         file.write(payload(4).tobytes())
     assert not is_right(tier, found[3], 3)
     assert is_right(tier, found[4], 4)
+    tier.close()
+
+
+def test_headers_that_cannot_be_read_cost_no_block(disk_directory):
+    """I9: a medium that fails while headers are compared is no reason to drop what is indexed."""
+    tier = DiskTier(disk_directory, CAPACITY)
+    stored = put(tier, list(range(60)))
+    tier.close()
+    older = disk_directory / "older"
+    shutil.copytree(disk_directory / "index", older)
+    tier = DiskTier(disk_directory, CAPACITY)
+    recovered(tier)
+    put(tier, list(range(60, 64)))
+    tier.close()
+    shutil.rmtree(disk_directory / "index")
+    older.rename(disk_directory / "index")
+
+    class Failing(BrokenIO):
+        def preadv(self, fd, buffers, offset):
+            if offset >= 3 * 4096 and len(buffers[0]) % SIZE:
+                raise OSError(errno.EIO, "injected")
+            return super().preadv(fd, buffers, offset)
+
+    tier = DiskTier(disk_directory, CAPACITY, io=Failing())
+    assert {number_of(block.header) for block in tier.recover()} >= set(stored)
+    tier.finish_recovery()
     tier.close()

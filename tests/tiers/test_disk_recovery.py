@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -235,32 +234,6 @@ def test_group_without_its_transaction(disk_directory):
     abandon(tier)
     right = check(opened(disk_directory), set(stored))
     assert right == set(stored) | {50, 51}, "removed blocks came back, or synced ones did not"
-
-
-def test_headers_that_cannot_be_read_cost_no_block(disk_directory):
-    """I9: a medium that fails while headers are compared is no reason to drop what is indexed."""
-    tier = opened(disk_directory)
-    stored = put(tier, list(range(60)))
-    tier.close()
-    older = disk_directory / "older"
-    shutil.copytree(disk_directory / "index", older)
-    tier = opened(disk_directory)
-    recovered(tier)
-    put(tier, list(range(60, 64)))
-    tier.close()
-    shutil.rmtree(disk_directory / "index")
-    older.rename(disk_directory / "index")
-
-    class Failing(BrokenIO):
-        def preadv(self, fd, buffers, offset):
-            if offset >= 3 * 4096 and len(buffers[0]) % SIZE:
-                raise OSError(errno.EIO, "injected")
-            return super().preadv(fd, buffers, offset)
-
-    tier = opened(disk_directory, io=Failing())
-    assert {number_of(block.header) for block in tier.recover()} >= set(stored)
-    tier.finish_recovery()
-    tier.close()
 
 
 def test_missing_segment_is_missed(filled, disk_directory):
