@@ -183,7 +183,7 @@ class _Restoring:
         """Serves the leading blocks of a span that are in the same state."""
         run, start, stop = span
         grid = self._parts.index.places_grid(run, start, stop)
-        here: np.ndarray = (grid[:, HOST] >= 0).all(axis=1)
+        here: Any = (grid[:, HOST] >= 0).all(axis=1)
         if here[0]:
             count = len(here) if here.all() else int(here.argmin())
             self._serve_ready(run, start, count)

@@ -15,6 +15,7 @@ from kvstore.policies.cost import CallCost
 from kvstore.store import decisions
 from kvstore.store.explain_text import explained
 from kvstore.testing import MemoryTier
+from kvstore.tiers.throttle import ThrottledTier
 
 BLOCK = 4096
 BLOCKS = 40
@@ -319,6 +320,51 @@ def test_outcomes_are_kept(two_tiers: Callable[..., Desk]) -> None:
     assert outcome.load_seconds == pytest.approx(0.75)
     assert outcome.regret_seconds == 0.0
     assert outcome.seconds > found.plan.predicted_p50_seconds
+
+
+class DeskClock:
+    """The clock of a desk that is made later."""
+
+    desk: Desk
+
+    def now(self) -> float:
+        return self.desk.clock.now()
+
+    def wall(self) -> float:
+        return self.desk.clock.wall()
+
+    def pass_by(self, seconds: float) -> None:
+        self.desk.clock.advance(seconds)
+
+
+@pytest.mark.parametrize(("speed", "kind"), [(SLOW, "recompute_all"), (FAST, "load_all")])
+def test_the_daemon_measures_its_disk(
+    make_desk: Callable[..., Desk], speed: float, kind: str
+) -> None:
+    """Reads of a throttled disk alone teach what it costs, and the next plan follows."""
+    clock = DeskClock()
+    disk = ThrottledTier(MemoryTier(4096 * BLOCK, "disk"), speed, clock=clock, sleep=clock.pass_by)
+    section = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 60.0}
+    clock.desk = desk = make_desk(
+        tier=MemoryTier(256 * BLOCK), disk=disk, late=True, sections={"tiers": {"disk": section}}
+    )
+    engine = desk.engine()
+    prompts = [[1000 * n + i for i in range(16 + 8 * n)] for n in range(10)]
+    for tokens in prompts:
+        to_disk(desk, engine, tokens)
+    to_disk(desk, engine)
+    for i in range(40):
+        new, cached = 32 << i % 5, 512 * (i % 7)
+        desk.kv.costs.report_step(engine.attachment, CALL.seconds(new, cached), [(new, cached)])
+    for tokens in prompts:
+        found = ask(engine, tokens)
+        if not found.lease_id:  # enough is known to leave the disk alone
+            break
+        assert engine.restore(found, tokens)[0] == len(tokens) // 4
+    found = ask(engine)
+    assert found.plan.kind == kind, found.reason
+    read = desk.kv.parts.costs.link(desk.kv.parts.costs.read_link)
+    assert read.seconds(40 * BLOCK) == pytest.approx(40 * BLOCK / speed, rel=0.5)
 
 
 def test_a_decision_is_explained(two_tiers: Callable[..., Desk]) -> None:
