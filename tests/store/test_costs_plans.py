@@ -349,7 +349,7 @@ def test_the_daemon_measures_its_disk(
         tier=MemoryTier(256 * BLOCK), disk=disk, late=True, sections={"tiers": {"disk": section}}
     )
     engine = desk.engine()
-    prompts = [[1000 * n + i for i in range(16 + 8 * n)] for n in range(10)]
+    prompts = [[1000 * (n + 1) + i for i in range(16 + 8 * n)] for n in range(10)]
     for tokens in prompts:
         to_disk(desk, engine, tokens)
     to_disk(desk, engine)
