@@ -363,8 +363,10 @@ def test_the_daemon_measures_its_disk(
         assert engine.restore(found, tokens)[0] == len(tokens) // 4
     found = ask(engine)
     assert found.plan.kind == kind, found.reason
+    # A slow disk was found out after a handful of reads, long before its model is exact.
     read = desk.kv.parts.costs.link(desk.kv.parts.costs.read_link)
-    assert read.seconds(40 * BLOCK) == pytest.approx(40 * BLOCK / speed, rel=0.5)
+    assert read.sample_count <= 12
+    assert 0.2 < read.seconds(40 * BLOCK) / (40 * BLOCK / speed) < 2.0
 
 
 def test_a_decision_is_explained(two_tiers: Callable[..., Desk]) -> None:
