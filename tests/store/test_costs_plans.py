@@ -322,6 +322,33 @@ def test_outcomes_are_kept(two_tiers: Callable[..., Desk]) -> None:
     assert outcome.seconds > found.plan.predicted_p50_seconds
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(("keep", "speed", "kind"), [(24, SLOW, "prefix"), (4, EVEN, "split")])
+def test_clients_restore_what_a_plan_loads(
+    make_desk: Callable[..., Desk], shared_memory: bool, keep: int, speed: float, kind: str
+) -> None:
+    """A client gets the blocks that its plan loads, in order, and those alone."""
+    section = {"demote_watermark": 1.0, "endurance_dwpd": 0.0}
+    desk = make_desk(
+        "2MiB", disk=MemoryTier(4096 * BLOCK, "disk"), sections={"tiers": {"disk": section}}
+    )
+    engine = desk.engine()
+    to_disk(desk, engine, keep=keep)
+    measure(desk, engine, speed)
+    client = desk.store.client(shared_memory=shared_memory)
+    space = client.attach(engine.space.spec, plan_shapes=("prefix", "split"), overlap="layerwise")
+    keys = engine.keys(TOKENS)
+    with space.lookup([*TOKENS, 1, 2]) as match:
+        assert match.plan.kind == kind, match.reason
+        wanted = [i for blocks in match.ranges for i in blocks]
+        assert 0 < len(wanted) == match.block_count < BLOCKS
+        assert match.restore_tokens == 4 * len(wanted)
+        restored = space.restore(match)
+        assert [bytes(block) for block in restored] == [
+            engine.payload(keys[i]).tobytes() for i in wanted
+        ]
+
+
 class DeskClock:
     """The clock of a desk that is made later."""
 
