@@ -15,10 +15,12 @@ from kvstore.mover import COPY_LINK, READ_LINK, Job, Moved
 from kvstore.policies.index import Span
 from kvstore.store.evict import Remover
 from kvstore.store.lookup import LookupFlow
-from kvstore.store.parts import DISK, HOST, RESERVE_BLOCKS_MAX, Parts
+from kvstore.store.parts import DISK, HOST, Parts
 from kvstore.store.planning import NOTHING_ARRIVED, is_hopeless
 from kvstore.store.promote import Promoter
 from kvstore.store.sessions import Session
+
+TURN_BLOCKS = 32  # slots for more of them, and who has to go for that, hold lookups up
 
 Emit = Callable[[Slots | FailedBlocks], None]
 
@@ -167,7 +169,7 @@ class _Restoring:
 
     def _go_on(self) -> None:
         self._blocked = False
-        limit = min(self._stop, self._next + RESERVE_BLOCKS_MAX)
+        limit = min(self._stop, self._next + TURN_BLOCKS)
         while self._next < limit and not self._blocked:
             path = cut_at(self._parts.index.path(self._lease.anchor, self._next), limit)
             if not path:
