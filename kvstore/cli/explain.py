@@ -24,7 +24,8 @@ def command(target: str, socket: str | None, as_json: bool) -> None:
     """Show the plan of a request, the numbers it was chosen by, and what came of it.
 
     REQUEST_ID is the one that the engine gave; a printed block KEY stands for the last request
-    that matched the block. The daemon remembers limits.decisions_kept lookups.
+    that matched the block and was planned by measured costs. The daemon remembers
+    limits.decisions_kept lookups.
     """
     with connected(socket) as client:
         answer = _ask(client, target)

@@ -46,10 +46,13 @@ class Entry:
         # Not the attachment itself, which would keep a session that has ended.
         self.space = attachment.space
         self.identity = attachment.recompute_identity
-        self.root_digest = attachment.root_digest(query.adapter, query.cache_salt)
         self.request_id = query.request_id
-        self.chain: Chain = query.chain
-        self.symbol_bytes = sum([len(segment.symbols) for segment in query.chain.segments])
+        # To be found by block is for those that were planned: it costs the others too much.
+        self.chain, self.root_digest, self.symbol_bytes = EMPTY_CHAIN, b"", 0
+        if taken is not None and taken.decision is not None:
+            self.chain = query.chain
+            self.root_digest = attachment.root_digest(query.adapter, query.cache_salt)
+            self.symbol_bytes = sum([len(part.symbols) for part in query.chain.segments])
         self.matched_tokens = result.matched_tokens
         self.pending_tokens = result.pending_tokens
         self.plan: RestorePlan = result.plan
@@ -127,13 +130,15 @@ class DecisionLog:
         self._entries.append(entry)
         if query.request_id:
             self._by_request[query.request_id] = entry
+        decision = taken.decision if taken is not None else None
+        self._recorder.planned(result.plan.kind, decision is not None)
+        if decision is None:
+            return entry
         self._with_symbols.append(entry)
         self._symbol_bytes += entry.symbol_bytes
         while self._symbol_bytes > SYMBOL_BYTES_MAX:
             self._drop_symbols(self._with_symbols.popleft())
-        decision = taken.decision if taken is not None else None
-        self._recorder.planned(result.plan.kind, decision is not None)
-        if decision is not None and decision.is_predicted_miss:
+        if decision.is_predicted_miss:
             self._recorder.deadline_missed(True)
         return entry
 
@@ -151,9 +156,9 @@ class DecisionLog:
         return self._by_request.get(request_id)
 
     def covering(self, space: Any, root_digest: bytes, symbols: bytes, block: int) -> Entry | None:
-        """The last decision on a match that has block number `block`, with these symbols up to it.
+        """The last planned decision on a match that has block `block`, with these symbols up to it.
 
-        Older decisions, whose prompts are not kept any more, are not found.
+        Older ones, whose prompts are not kept any more, are not found.
         """
         for entry in self:
             if (

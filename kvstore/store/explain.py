@@ -34,14 +34,17 @@ class Explainer:
         return document(entry)
 
     def block(self, key: bytes) -> Completion[Document]:
-        """The last decision on a match that the block with this printed key is part of."""
+        """The last plan by measured costs for a match that has the block with this key."""
         answer: Completion[Document] = Completion()
 
         def found(run: Any, i: int) -> None:
             entry = self._covering(run, i)
             if entry is None:
                 answer.fail(
-                    NotFound(f"no match of {self._kept()} has block {key.hex()}; look it up again")
+                    NotFound(
+                        f"no plan by measured costs among {self._kept()} was for block "
+                        f"{key.hex()}; pass a request id"
+                    )
                 )
             else:
                 answer.resolve(document(entry))

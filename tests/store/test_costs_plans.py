@@ -3,86 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 from desk import Desk, Engine
+from planned import (
+    BLOCK,
+    BLOCKS,
+    CALL,
+    EVEN,
+    FAST,
+    SLOW,
+    TOKENS,
+    ask,
+    attach,
+    begin_restore,
+    disk_desk,
+    measure,
+    to_disk,
+)  # fmt: skip
 
-from kvstore.core.errors import NotFound
-from kvstore.core.plan import RECOMPUTE, Ask, FailedBlocks, LookupResult
-from kvstore.policies.cost import CallCost
-from kvstore.store import decisions
-from kvstore.store.explain_text import explained
+from kvstore.core.plan import RECOMPUTE, FailedBlocks, LookupResult
 from kvstore.testing import MemoryTier
 from kvstore.tiers.throttle import ThrottledTier
-
-BLOCK = 4096
-BLOCKS = 40
-TOKENS = list(range(4 * BLOCKS))
-# A block is 4 tokens and 4 KiB: 160 tokens take 17 ms to compute, and as much at 40 MB/s.
-CALL = CallCost(1e-3, 100e-6, 1e-9)
-FAST, EVEN, SLOW = 1e9, 10e6, 0.5e6  # bytes a second of the disk
 
 
 @pytest.fixture
 def two_tiers(make_desk: Callable[..., Desk]) -> Callable[..., Desk]:
-    """Makes a store whose host tier holds 64 blocks, over a disk; copies end when told to."""
-
-    def make(**changes: Any) -> Desk:
-        section = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 60.0}
-        sections = changes.pop("sections", {})
-        return make_desk(
-            tier=MemoryTier(64 * BLOCK), disk=MemoryTier(4096 * BLOCK, "disk"), late=True,
-            sections={**sections, "tiers": {"disk": section}}, **changes,
-        )  # fmt: skip
-
-    return make
-
-
-def measure(
-    desk: Desk, engine: Engine, disk_speed: float = EVEN, call: CallCost = CALL, steps: int = 40
-) -> None:
-    """The engine's steps and the disk's reads, as they would have been."""
-    for i in range(steps):
-        new, cached = 32 << i % 5, 512 * (i % 7)
-        seconds = call.seconds(new, cached)
-        desk.kv.costs.report_step(engine.attachment, seconds, [(new, cached)])
-        size = BLOCK << i % 6
-        book = desk.kv.parts.costs
-        book.observe_transfer(book.read_link, 100e-6 + size / disk_speed, size)
-
-
-def to_disk(desk: Desk, engine: Engine, tokens: list[int] = TOKENS, keep: int = 0) -> None:
-    """Puts a prompt, and has its blocks but the first `keep` be on disk only."""
-    assert "-" not in engine.put(tokens)
-    desk.wait(desk.kv.flush())
-    index, parts = desk.kv.parts.index, desk.kv.parts
-    query = engine.query(tokens)
-    root = index.find_root(engine.space, engine.attachment.root_digest("", ""))
-    walk = index.walk(root, query.chain)
-    walk.step(1024)
-    for run, _, stop in walk.path:
-        first = max(0, keep - run.first)
-        if first < stop:
-            places = index.clear_places(run, first, stop, 0)
-            parts.retired[0].retire(places)
-    desk.settle()
-
-
-def ask(engine: Engine, tokens: list[int] = TOKENS, local: int = 0, **hints: Any) -> LookupResult:
-    query = engine.query(tokens, request_id=hints.pop("request_id", ""))
-    hints.setdefault("prompt_tokens", len(tokens) + 3)
-    found: LookupResult = engine.desk.wait(
-        engine.desk.kv.lookup(engine.attachment, query, local, Ask(**hints))
-    )
-    return found
-
-
-def attach(desk: Desk, **attach: Any) -> Engine:
-    session = desk.session()
-    spec = desk.engine(session=session).space.spec
-    return Engine(desk, session, desk.kv.attach(session, spec, "default", **attach))
+    return partial(disk_desk, make_desk)
 
 
 def test_nothing_is_decided_before_it_is_measured(two_tiers: Callable[..., Desk]) -> None:
@@ -262,13 +212,6 @@ def restore_all(desk: Desk, engine: Engine, found: LookupResult) -> None:
             assert sum(len(answer.places) for answer in answers) == count
 
 
-def begin_restore(desk: Desk, engine: Engine, found: LookupResult) -> tuple[list[Any], Any]:
-    answers: list[Any] = []
-    done = desk.kv.restore(engine.session, found.lease_id, 0, 0, answers.append)
-    desk.store.drain()
-    return answers, done
-
-
 def test_a_restore_that_falls_behind_is_given_up(two_tiers: Callable[..., Desk]) -> None:
     """Blocks of a restore so late that to recompute is faster are failed, with that reason."""
     desk = two_tiers()
@@ -300,26 +243,6 @@ def test_a_late_restore_goes_on_where_that_is_faster(two_tiers: Callable[..., De
     assert not done.done
     desk.wait(done)
     assert sum(len(answer.places) for answer in answers) == BLOCKS
-
-
-def test_outcomes_are_kept(two_tiers: Callable[..., Desk]) -> None:
-    """A decision knows what its restore took, and what another plan would have spared."""
-    desk = two_tiers()
-    engine = desk.engine()
-    to_disk(desk, engine)
-    measure(desk, engine, FAST, CALL.times(10_000.0), steps=60)
-    found = ask(engine)
-    _, done = begin_restore(desk, engine, found)
-    desk.advance(0.5)
-    desk.wait(done)
-    desk.kv.costs.report_transfer(
-        engine.attachment, "host>hbm", BLOCKS * BLOCK, 0.25, found.lease_id
-    )
-    (entry,) = [e for e in desk.kv.parts.decisions if e.decision is not None]
-    outcome = entry.outcome()
-    assert outcome.load_seconds == pytest.approx(0.75)
-    assert outcome.regret_seconds == 0.0
-    assert outcome.seconds > found.plan.predicted_p50_seconds
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -394,75 +317,3 @@ def test_the_daemon_measures_its_disk(
     read = desk.kv.parts.costs.link(desk.kv.parts.costs.read_link)
     assert read.sample_count <= 12
     assert 0.2 < read.seconds(40 * BLOCK) / (40 * BLOCK / speed) < 2.0
-
-
-def test_a_decision_is_explained(two_tiers: Callable[..., Desk]) -> None:
-    """By request and by block: the plan, the numbers it was chosen by, the others, the outcome."""
-    desk = two_tiers()
-    engine = desk.engine()
-    to_disk(desk, engine)
-    measure(desk, engine, FAST)
-    found = ask(engine, request_id="chat-1", deadline_seconds=5.0)
-    desk.wait(begin_restore(desk, engine, found)[1])
-    told = desk.kv.explainer.request("chat-1")
-    assert told["plan"]["kind"] == "load_all"
-    assert told["reason"] == found.reason
-    assert told["recompute"]["state"] == "fitted"
-    assert told["recompute"]["token_seconds"] == pytest.approx(100e-6, rel=0.1)
-    assert told["links"]["disk>host"]["bytes_per_second"] == pytest.approx(FAST, rel=0.2)
-    assert told["segments"] == [
-        {"tokens": 160, "bytes": BLOCKS * BLOCK, "source": "disk", "links": ["disk>host"]}
-    ]
-    assert [other["kind"] for other in told["alternatives"]][:2] == ["load_all", "recompute_all"]
-    assert told["outcome"]["regret_seconds"] == 0.0
-    keys = engine.keys(TOKENS)
-    assert desk.wait(desk.kv.explainer.block(keys[7])) == told
-    text = explained(told)
-    for words in ("load all", "regret", "disk>host", "fitted", "recompute all", "deadline", "met"):
-        assert words in text
-    assert ask(engine, tokens=TOKENS[:16]).matched_tokens == 16
-    assert desk.wait(desk.kv.explainer.block(keys[7])) == told
-    assert desk.wait(desk.kv.explainer.block(keys[2]))["matched_tokens"] == 16
-
-
-def test_a_lookup_without_numbers_is_explained(desk: Desk) -> None:
-    """Misses and what was loaded for want of measurements are told as such."""
-    engine = desk.engine()
-    assert ask(engine, request_id="miss").matched_tokens == 0
-    assert desk.kv.explainer.request("miss")["plan"]["steps"] == []
-    engine.put(TOKENS)
-    ask(engine, request_id="hit")
-    told = desk.kv.explainer.request("hit")
-    assert told["plan"]["kind"] == "load_all"
-    assert "recompute" not in told
-    for name in ("miss", "hit"):
-        assert "not measured" in explained(desk.kv.explainer.request(name))
-
-
-def test_what_is_not_known_is_not_found(make_desk: Callable[..., Desk]) -> None:
-    """An unknown request or block, or a decision of too long ago, is one sentence."""
-    desk = make_desk(sections={"limits": {"decisions_kept": 3}})
-    engine = desk.engine()
-    engine.put(TOKENS)
-    keys = engine.keys(TOKENS)
-    for name in "abcd":
-        ask(engine, tokens=TOKENS[:8], request_id=name)
-    assert len(desk.kv.parts.decisions) == 3
-    assert desk.kv.explainer.request("d")["request_id"] == "d"
-    with pytest.raises(NotFound, match=r"'a' is none of the last 3 lookups .*decisions_kept"):
-        desk.kv.explainer.request("a")
-    with pytest.raises(NotFound, match=keys[20].hex()):
-        desk.wait(desk.kv.explainer.block(keys[20]))
-    with pytest.raises(NotFound, match="is stored"):
-        desk.wait(desk.kv.explainer.block(bytes(16)))
-
-
-def test_prompts_of_old_decisions_are_let_go(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts kept to find decisions by block take a bounded amount of memory."""
-    monkeypatch.setattr(decisions, "SYMBOL_BYTES_MAX", 4 * len(TOKENS) * 3)
-    engine = desk.engine()
-    for i in range(10):
-        ask(engine, request_id=str(i))
-    entries = list(desk.kv.parts.decisions)
-    assert [bool(entry.chain.segments) for entry in entries] == [True] * 3 + [False] * 7
-    assert desk.kv.explainer.request("0")["request_id"] == "0"
