@@ -96,7 +96,7 @@ class DiskSection(Section, frozen=True):
     endurance_dwpd: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
     demote_watermark: Share = 0.75
     read_timeout_seconds: Seconds = 5.0
-    read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     direct: bool = True
 
 
