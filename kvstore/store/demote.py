@@ -270,7 +270,9 @@ class WriteBehind:
         assert disk is not None
 
         def done(moved: Moved) -> None:
-            self._probing, self._answered = False, self._parts.clock.now()
+            self._probing = False
+            if not self._running and not self._settling:
+                self._answered = self._parts.clock.now()  # else it says nothing about those
 
         self._probing = self._parts.mover.submit(Job(WRITE_LINK, "", 0, 0, disk.probe, done))
 
