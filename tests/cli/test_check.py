@@ -67,7 +67,7 @@ def test_printed_configuration_is_accepted(
         ('[tiers.host]\nsize = "900TiB"', "tiers.host.size"),
         ("[tiers.host]\nsize = 0", "tiers.host.size"),
         ('[tiers.disk]\npath = "/x"', "tiers.disk"),
-        ('[policy]\neviction = "best"', "policy.eviction is 'best'; pass one of lru"),
+        ('[policy]\neviction = "best"', "policy.eviction is 'best'; pass one of arc"),
         ("[server", "kvstore.toml"),
     ],
 )

@@ -31,7 +31,7 @@ def test_by_request(kv: Any, engine: Any) -> None:
 
 def test_with_measured_costs(kv: Any, engine: Any) -> None:
     """Once engine and copies are measured the numbers are there, and Status shows the models."""
-    space = engine.fill(4)
+    space = engine.fill(4, model="measured")  # one of its own: others' plans follow the costs, too
     for i in range(30):
         new, cached = 128 << i % 4, 1024 * (i % 5)
         space.report_step(1e-3 + 1e-5 * new, [(new, cached)], clock="device")
