@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import writer
@@ -96,6 +97,7 @@ class Expected:
         self.checked_blocks = 0
         """Blocks that were found and right, over all checks."""
         self.lost: list[str] = []
+        self._spaces: tuple[Any, dict[int, Any]] = (None, {})
 
     def take(self, writers: list[WriterProcess]) -> None:
         """Hears what the writers have said up to now."""
@@ -114,9 +116,18 @@ class Expected:
                 self._check(client, seed, family, blocks)
                 self._checked[seed, family] = blocks
 
+    def _space(self, client: KVClient, seed: int) -> Any:
+        """The writer's space, attached once a client: attachments of a session are limited."""
+        if self._spaces[0] is not client:
+            self._spaces = (client, {})
+        spaces = self._spaces[1]
+        if seed not in spaces:
+            spaces[seed] = client.attach(writer.spec_of(seed))
+        return spaces[seed]
+
     def _check(self, client: KVClient, seed: int, family: int, blocks: int) -> None:
         spec = writer.spec_of(seed)
-        space, tokens = client.attach(spec), writer.prompt(family, writer.FLUSH_BLOCKS)
+        space, tokens = self._space(client, seed), writer.prompt(family, writer.FLUSH_BLOCKS)
         with space.lookup(tokens) as match:
             target = np.empty((match.block_count, spec.block_bytes), np.uint8)
             try:
