@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from kvstore.policies.base import Context, HeapPolicy
 from kvstore.policies.index import Run
@@ -17,7 +17,7 @@ class History:
         # The request that brought a run in also came through what is above it.
         self.count = self.base = 1
 
-    def divided(self) -> History:
+    def divided(self) -> Self:
         """What the end of the run has of it: all is counted in its front."""
         other = type(self)()
         other.take(self)
@@ -61,7 +61,7 @@ class HistoryPolicy(HeapPolicy, Generic[H]):
         super().on_split(run, tail)
         found = self._histories.get(run)
         if found is not None:
-            self._histories[tail] = found.divided()  # type: ignore[assignment]
+            self._histories[tail] = found.divided()
 
     def on_merge(self, run: Run, tail: Run) -> None:
         super().on_merge(run, tail)

@@ -9,7 +9,6 @@ A place is one int64 naming a slot within its tier; the tier alone reads it. In 
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 SLOT_ALIGN = 4096
@@ -18,14 +17,6 @@ POOL_SHIFT = 40
 NO_PLACE = -1
 
 Place = int
-
-
-class BlockAnswer(IntEnum):
-    """Answer for one block of a lookup or a reservation."""
-
-    MISS = 0
-    HIT = 1
-    HIT_PENDING = 2
 
 
 class Slot(NamedTuple):

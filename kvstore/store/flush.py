@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from kvstore.core.completion import Completion
 from kvstore.core.errors import FailedPrecondition, NotFound
 from kvstore.core.plan import FlushResult
-from kvstore.mover import RECORD_LINK, Job, Moved
 from kvstore.policies.demotion import unwritten
 from kvstore.policies.index import Run
 from kvstore.store.demote import WriteBehind
 from kvstore.store.parts import DISK, HOST, SLICE_BLOCKS, Parts
+from kvstore.store.recording import SpaceRecorder
 from kvstore.store.slices import RunScan
 
 PASSES_MAX = 3  # the others are for groups that failed
@@ -20,9 +22,10 @@ PASSES_MAX = 3  # the others are for groups that failed
 class FlushFlow:
     """Answers Flush. What is put meanwhile may or may not be part of it."""
 
-    def __init__(self, parts: Parts, behind: WriteBehind) -> None:
+    def __init__(self, parts: Parts, behind: WriteBehind, recording: SpaceRecorder) -> None:
         self._parts = parts
         self._behind = behind
+        self._recording = recording
 
     def flush(self, space_id: bytes | None = None) -> Completion[FlushResult]:
         """Writes all of a space, or of every one; never waits for endurance or a queue's room."""
@@ -32,7 +35,7 @@ class FlushFlow:
             )
         if space_id is not None and space_id not in self._parts.spaces:
             raise NotFound(f"space {space_id.hex()} is unknown; `kvstore spaces` lists them")
-        return _Flush(self._parts, self._behind, space_id).start()
+        return _Flush(self._parts, self._behind, self._recording, space_id).start()
 
 
 class _Flush:
@@ -41,9 +44,12 @@ class _Flush:
     It writes no more than the disk holds: beyond that it would evict what it has written itself.
     """
 
-    def __init__(self, parts: Parts, behind: WriteBehind, space_id: bytes | None) -> None:
+    def __init__(
+        self, parts: Parts, behind: WriteBehind, recording: SpaceRecorder, space_id: bytes | None
+    ) -> None:
         self._parts = parts
         self._behind = behind
+        self._recording = recording
         self._space_id = space_id
         self._answer: Completion[FlushResult] = Completion()
         self._passes = self._begun = 0
@@ -52,29 +58,11 @@ class _Flush:
         self._durable = self._left_out = 0
 
     def start(self) -> Completion[FlushResult]:
-        self._record()
+        # No block of a space that is not written down goes to disk.
+        spaces = self._parts.spaces.values()
+        wanted = [s for s in spaces if self._space_id in (None, s.id)]
+        self._recording.catch_up(wanted, self._next_pass)
         return self._answer
-
-    def _record(self) -> None:
-        """Has new spaces written down first: no block of one that is not goes to disk."""
-        parts = self._parts
-        waiting = [
-            space
-            for space in parts.spaces.values()
-            if not space.recorded and not space.closing and self._space_id in (None, space.id)
-        ]
-
-        def work() -> None:
-            for space in waiting:
-                parts.record.remember(space)
-
-        def done(moved: Moved) -> None:
-            for space in waiting:
-                space.recorded = space.recorded or moved.error is None
-            self._next_pass()
-
-        if not waiting or not parts.mover.submit(Job(RECORD_LINK, "", 0, 0, work, done)):
-            self._next_pass()
 
     def _next_pass(self) -> None:
         self._passes += 1
@@ -91,7 +79,7 @@ class _Flush:
             held = None
             left -= run.count if run is not None else 1
             if run is not None and not self._write(run):
-                self._behind.when_changed(lambda run=run: self._write_on(run))  # type: ignore[misc]
+                self._behind.when_changed(partial(self._write_on, run))
                 return
         if self._scan.is_over:
             self._settle()

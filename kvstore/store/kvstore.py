@@ -33,7 +33,6 @@ from kvstore.core.plan import (
 from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec, space_id
 from kvstore.core.views import StatusView
-from kvstore.mover import RECORD_LINK, Job, Moved
 from kvstore.store.commit import CommitFlow
 from kvstore.store.costs import CostKeeper
 from kvstore.store.demote import begin_conveyors
@@ -46,6 +45,7 @@ from kvstore.store.operators import OperatorCalls
 from kvstore.store.parts import Parts
 from kvstore.store.promote import Promoter
 from kvstore.store.publish import Publisher
+from kvstore.store.recording import SpaceRecorder
 from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import ReservationTable
 from kvstore.store.reserve import ReserveFlow
@@ -58,7 +58,6 @@ from kvstore.tiers.base import SharedPool
 
 SESSION_TTL_SECONDS = 10.0
 ADMIN_PLACES = 16
-RECORD_SECONDS = 2.0
 
 
 class KVStore(OperatorCalls):
@@ -83,9 +82,9 @@ class KVStore(OperatorCalls):
             Publisher(parts, self.remover),
             lambda space: self.behind.poke(space.pool),
         )
-        self._flushes = FlushFlow(parts, self.behind)
+        self._recording = SpaceRecorder(parts)
+        self._flushes = FlushFlow(parts, self.behind, self._recording)
         self._last_flush: Completion[FlushResult] | None = None
-        self._unrecorded: dict[Space, float] = {}  # when to look at them again
         if parts.disk is not None:
             begin_conveyors(parts)
 
@@ -195,23 +194,9 @@ class KVStore(OperatorCalls):
             )
         space = Space(len(parts.spaces) + 1, spec, tenant, parts.pool_of(tenant))
         space.epoch = parts.record.epoch_of(space.id)
-        self._remember(space)
+        self._recording.remember(space)
         parts.spaces[space.id] = space
         return space
-
-    def _remember(self, space: Space) -> None:
-        """Has a new space written down, so that its blocks are known after a restart."""
-        record = self.parts.record
-        if not record.durable_slow:
-            record.remember(space)
-            return
-        space.recorded = False
-        self._unrecorded[space] = self.parts.clock.now() + RECORD_SECONDS
-
-        def done(moved: Moved) -> None:
-            space.recorded = space.recorded or moved.error is None
-
-        self.parts.mover.submit(Job(RECORD_LINK, "", 0, 0, lambda: record.remember(space), done))
 
     def pools(self, attachment: Attachment) -> list[SharedPool]:
         """Pools that the attachment's client may map, read-only."""
@@ -351,10 +336,7 @@ class KVStore(OperatorCalls):
         self.pins.tick(now)
         for retired in parts.retired:
             retired.tick(now)
-        for space in [space for space, due in self._unrecorded.items() if due <= now]:
-            del self._unrecorded[space]
-            if not space.recorded:
-                self._remember(space)
+        self._recording.tick(now)
         self.promoter.tick()
         self._restores.tick(now)
         self.behind.tick(now)

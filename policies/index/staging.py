@@ -178,11 +178,6 @@ class StagedTree(MovingTree):
         assert anchor.block_count == covered, "a grant covers blocks that are not on its path"
         return Staged(bytes(grant.answers), anchor, grant.wanted)
 
-    def shard_state(self, run: Run, i: int, shard: int) -> tuple[int, int]:
-        """(NONE, RESERVED or COMMITTED; owner) of a STAGING block's shard."""
-        staging, cell = self._staged(run, i, shard)
-        return staging.states[cell], staging.owners[cell]
-
     def commit(self, run: Run, i: int, shard: int, tier: int, place: int) -> None:
         """A reserved shard of block `i` is written, whole and hashed, at `place`."""
         staging, cell = self._staged(run, i, shard)
