@@ -127,26 +127,27 @@ def test_many_more_kills(daemon: DaemonProcess, tmp_path: Path) -> None:
     assert sum(expected.blocks.values()) > 3_000
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_kills_of_a_disk_that_is_too_small(daemon: DaemonProcess, tmp_path: Path) -> None:
     """I5, I11: where slots are given up and used again all the time, blocks may be gone after a
     kill with all host memory, but nothing that is served is wrong."""
     small = LIMITS.replace("100000", "800")
     daemon.size = "16MiB"
     daemon.configure(f'{small}tiers.disk.path = "{tmp_path / "disk"}"\ntiers.disk.size = "16MiB"')
-    expected, evicted = Expected(), 0
+    expected, kills, began = Expected(), 0, time.monotonic()
     daemon.start()
     with running(daemon.address, 4, "flush fast") as writers:
-        for _ in range(8):
+        # How much is written in a second is the machine's matter: until there was too much.
+        while kills < 8 or (not expected.lost and time.monotonic() - began < 180.0):
             time.sleep(2.0)
             daemon.kill()
+            kills += 1
             daemon.lose_memory()
             expected.take(writers)
             daemon.start()
             with daemon.client(call_timeout_seconds=10.0) as client:
                 expected.check(client)
-                evicted = len(expected.lost)
     complaints = [line for one in writers for line in one.complaints]
     assert not [line for line in complaints if not line.startswith("LOST")]
-    assert evicted, "the disk was large enough for all; nothing was tested"
+    assert expected.lost, "the disk was large enough for all; nothing was tested"
     assert expected.checked_blocks > 500
