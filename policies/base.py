@@ -10,7 +10,7 @@ from kvstore.core.errors import InvalidRequest
 from kvstore.policies.accounts import Accounts
 from kvstore.policies.index import Run
 from kvstore.policies.index.run import COUNTER_BITS, COUNTER_MASK
-from kvstore.policies.uses import Request, Use
+from kvstore.policies.uses import Hint, Request, Use
 from kvstore.policies.worth import Worth
 
 M = TypeVar("M", bound="Model")
@@ -89,8 +89,12 @@ class Model(Protocol):
         """A request comes; what it touches and stores from now on is remembered by `use`."""
         ...
 
-    def on_finish(self, use: Use, output_tokens: int) -> None:
-        """A request whose output was not known has ended."""
+    def on_extend(self, use: Use, digests: bytes) -> None:
+        """A request's prompt, or its output, goes on with these blocks."""
+        ...
+
+    def on_finish(self, use: Use, output_tokens: int, hint: Hint) -> None:
+        """A request whose output was not known has ended; what its client now says of it."""
         ...
 
 

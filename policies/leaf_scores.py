@@ -12,6 +12,8 @@ from kvstore.policies.reuse_model import ReuseModel
 
 QUEUED_SHARE = 0.05  # of the leaves are queued, and of the blocks go before all are scored anew
 QUEUED_MIN = 8
+# Leaves that a pass values anew after prices have changed; a turn of the owner is short.
+REVALUED = 1024
 SLACK = 1.0001
 # Where nobody tells of requests, what they touch stands for the time between them.
 TICK_SECONDS = 0.3
@@ -32,11 +34,15 @@ class LeafScores:
         model: ReuseModel,
         loss: Callable[[Run], float],
         tick: Callable[[], int],
+        version: Callable[[], int] = int,
     ) -> None:
         self._tier = tier
         self._model = model
         self._loss = loss
         self._tick = tick
+        self._version = version
+        self._valued_version = version()
+        self._valued = 1 << 62  # leaves before this one have their new value
         self._slots: dict[Run, int] = {}
         self._runs: list[Run] = []
         self._rows = np.zeros(64, np.intp)
@@ -133,6 +139,7 @@ class LeafScores:
         """Scores all leaves and queues the lowest; answers how many."""
         self.passes += 1
         self._gone_blocks = 0
+        self._revalue()
         count = len(self._runs)
         queue = self._queue
         queue.clear()
@@ -146,6 +153,14 @@ class LeafScores:
         heapq.heapify(queue)
         self._threshold = float(scores[lowest].max())
         return wanted
+
+    def _revalue(self) -> None:
+        """After what things cost has changed: gives some more leaves their new value."""
+        if self._valued_version != self._version():
+            self._valued_version, self._valued = self._version(), 0
+        for slot in range(self._valued, min(self._valued + REVALUED, len(self._runs))):
+            self._write(self._runs[slot], slot)
+        self._valued += REVALUED
 
     def runs(self) -> Iterator[Run]:
         """All that are filed."""

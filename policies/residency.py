@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from kvstore.core.space import Space
 from kvstore.policies import (  # noqa: F401  (they register themselves)
@@ -17,29 +16,27 @@ from kvstore.policies import (  # noqa: F401  (they register themselves)
     saved_time,
     sieve,
 )
-from kvstore.policies.accounts import Accounts, Quota, pool_in
-from kvstore.policies.actions import Action, Admit, Demote, Drop, Event
-from kvstore.policies.base import Context, EvictionPolicy, create
+from kvstore.policies.accounts import pool_in
+from kvstore.policies.actions import Action, Admit, Demote, Drop
+from kvstore.policies.base import EvictionPolicy, create
 from kvstore.policies.demotion import DemotionQueue
+from kvstore.policies.hearing import Hearing
 from kvstore.policies.index import PrefixIndex, Run, Span
-from kvstore.policies.uses import Request, Use, newest
+from kvstore.policies.uses import newest
 
 
-class Residency:
+class Residency(Hearing):
     """Listens to the index, ranks runs by one policy a tier and pool, and decides what goes.
 
-    `index` is set by `attach`. `on_action` hears every action when it is decided, `on_event` every
-    event when it comes; both are for logs and replays.
+    `index` is set by `attach`. `on_action` hears every action when it is decided, for logs and
+    replays.
     """
 
     def __init__(self, policy: str = "lru"):
+        super().__init__()
         self.policy_name = policy
-        self.accounts = Accounts()
         self.on_action: Callable[[Action], None] | None = None
-        self.on_event: Callable[[Event], None] | None = None
         self.tick = 0
-        self.request_count = 0
-        self.context = Context(self.accounts)
         self.context.tick = lambda: self.tick
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
         self._orders: dict[tuple[int, str], tuple[EvictionPolicy, ...]] = {}
@@ -59,38 +56,7 @@ class Residency:
         """An order for one more pool of `tier`."""
         return create(self.policy_name, tier, self.context)
 
-    # What the store tells
-
-    def request(self, request: Request) -> Use:
-        """A request comes: what is accessed and stored next is its, until another one is served."""
-        self._record("request", request)
-        use = Use(self.request_count, request)
-        self.request_count += 1
-        for model in self.context.models.values():
-            model.on_request(use, request)
-        self.context.use = use
-        return use
-
-    def serve(self, use: Use | None) -> None:
-        """What is accessed and stored next belongs to an earlier request, or to none."""
-        self._record("serve", None if use is None else use.number)
-        self.context.use = use
-
-    def finish(self, use: Use, output_tokens: int) -> None:
-        """A request ended; so long was its output."""
-        self._record("finish", use.number, output_tokens)
-        for model in self.context.models.values():
-            model.on_finish(use, output_tokens)
-
-    def set_rates(self, space: Space | None, token_seconds: float, pair_seconds: float) -> None:
-        """Recomputing costs so much in `space`, or wherever nothing else is known."""
-        self._record("set_rates", space and space.id, token_seconds, pair_seconds)
-        self.context.worth.set_rates(space, token_seconds, pair_seconds)
-
-    def set_restore(self, tier: int, latency_seconds: float, byte_seconds: float) -> None:
-        """Getting a block back from `tier` takes so long."""
-        self._record("set_restore", tier, latency_seconds, byte_seconds)
-        self.context.worth.set_restore(tier, latency_seconds, byte_seconds)
+    # What the store does
 
     def access(self, path: Sequence[Span]) -> Sequence[Span]:
         """A lookup or a put came down `path`: an access to all of it. Answers `path`, still true.
@@ -106,7 +72,7 @@ class Residency:
         self.tick += 1
         run.touched = self.tick
         run.hits += 1
-        run.policy = newest(run.policy, self.context.use)
+        self._use(run)
         if self.on_event is not None:
             self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
         for tier in range(self.index.tier_count):
@@ -122,23 +88,6 @@ class Residency:
                 for policy in self._rankings(tier, run):
                     policy.on_cost(run, seconds)
 
-    def set_quota(
-        self,
-        tenant: str,
-        tier: int,
-        cap_bytes: int | None = None,
-        floor_bytes: int | None = None,
-    ) -> None:
-        """Limits `tenant` in `tier` to `cap_bytes` and protects its first `floor_bytes`.
-
-        None is no cap, no floor. A cap below what is used takes effect by `make_room` with 0 bytes.
-        """
-        self.accounts.set_quota(tenant, tier, cap_bytes, floor_bytes)
-        self._record("set_quota", tenant, tier, cap_bytes, floor_bytes)
-
-    def quota(self, tenant: str, tier: int) -> Quota:
-        return self.accounts.quota(tenant, tier)
-
     def set_policy(self, name: str) -> None:
         """Ranks by another policy from now on; what is resident stays, with its history."""
         create(name, 0, self.context)  # An unknown name changes nothing.
@@ -150,7 +99,7 @@ class Residency:
         for run in self.index.runs():
             if run.ready:
                 self._enter(run, 0, run.ready)
-                self._offer(run)
+                self.rank_anew(run)
 
     # Demotion
 
@@ -270,13 +219,20 @@ class Residency:
     def on_ready(self, run: Run, start: int, stop: int) -> None:
         self.tick += 1
         run.touched = self.tick
-        run.policy = newest(run.policy, self.context.use)
+        self._use(run)
         self._demotions.offer(run)
         self._enter(run, start, stop)
         if self.on_action is not None:
             for tier in range(self.index.tier_count):
                 if run.resident_in(tier):
                     self.on_action(Admit(run, start, stop, tier))
+
+    def _use(self, run: Run) -> None:
+        """`run` is the end of what the request that is served touches or stores."""
+        use = self.context.use
+        run.policy = newest(run.policy, use)
+        if use is not None and run.policy is use:
+            use.leaf = run
 
     def on_adopt(self, runs: Sequence[Run]) -> None:
         for run in runs:
@@ -293,11 +249,15 @@ class Residency:
                     self.on_action(Admit(run, 0, run.ready, tier))
 
     def on_split(self, run: Run, tail: Run) -> None:
+        if run.policy is not None and run.policy.leaf is run:
+            run.policy.leaf = tail
         for policy in self._holders(run):
             policy.on_split(run, tail)
 
     def on_merge(self, run: Run, tail: Run) -> None:
         run.touched = max(run.touched, tail.touched)
+        if tail.policy is not None and tail.policy.leaf is tail:
+            tail.policy.leaf = run
         run.policy = newest(run.policy, tail.policy)
         for policy in self._holders(run):
             policy.on_merge(run, tail)
@@ -373,14 +333,10 @@ class Residency:
                 for policy in self._rankings(tier, run):
                     policy.on_insert(run, start, stop)
 
-    def _offer(self, run: Run) -> None:
+    def rank_anew(self, run: Run) -> None:
         for tier in range(self.index.tier_count):
             if run.is_leaf(tier):
                 self.on_leaf(run, tier)
-
-    def _record(self, name: str, *values: Any) -> None:
-        if self.on_event is not None:
-            self.on_event(Event(name, values))
 
     def check_integrity(self) -> None:
         """Recounts every byte from the index; raises AssertionError where it differs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.policies.reuse_curves import Curves
 from kvstore.policies.reuse_units import Units
-from kvstore.policies.uses import PRIORITY_MAX, REUSE_HINTS, Request
+from kvstore.policies.uses import PRIORITY_MAX, REUSE_HINTS, Hint
 
 # Ends, in seconds, of the classes of "it will be back after".
 BACK_SECONDS = (30.0, 300.0)
@@ -24,15 +24,15 @@ class Hints:
     def __init__(self, curves: Curves, units: Units) -> None:
         self._curves = curves
         # No hint is no evidence either way: code 0 stays what it is.
-        self._factor = units.add_factor(1, neutral=True)
+        self.factor = units.add_factor(1, neutral=True)
         self._codes: dict[tuple[str, int], int] = {}
         self._priorities: dict[str, float] = {}
 
-    def kind(self, request: Request) -> int:
+    def kind(self, hint: Hint) -> int:
         """Number of the kind of hint; 0 for none."""
-        kind = REUSE_HINTS.index(request.expect_reuse)
-        if kind > 1 and request.expect_reuse_seconds > 0:
-            later = sum(request.expect_reuse_seconds > end for end in BACK_SECONDS)
+        kind = REUSE_HINTS.index(hint.expect_reuse)
+        if kind > 1 and hint.expect_reuse_seconds > 0:
+            later = sum(hint.expect_reuse_seconds > end for end in BACK_SECONDS)
             kind = len(REUSE_HINTS) + later
         if kind:
             self._curves.grow(kind + 1)
@@ -48,25 +48,25 @@ class Hints:
             name = tenant if len(self._codes) < TENANTS_MAX * KINDS else ""
             code = self._codes.get((name, kind))
             if code is None:
-                code = self._curves.factors.add_code(self._factor, FIRST_GUESS[kind])
+                code = self._curves.factors.add_code(self.factor, FIRST_GUESS[kind])
                 self._codes[name, kind] = code
         return code
 
     def belief(self, tenant: str, kind: int) -> float:
         """The factor itself: above 1 where the tenant's blocks are reused more than the curves
         say of such a hint."""
-        return self._curves.factors.values[self._factor][self.code(tenant, kind)]
+        return self._curves.factors.values[self.factor][self.code(tenant, kind)]
 
-    def weight(self, request: Request) -> float:
-        """What the request's priority makes of its blocks' worth, among those of its tenant.
+    def weight(self, tenant: str, priority: int) -> float:
+        """What a request's priority makes of its blocks' worth, among those of its tenant.
 
         A tenant that gives every request the highest priority has given none.
         """
-        priority = min(max(request.priority, -PRIORITY_MAX), PRIORITY_MAX)
-        mean = self._priorities.get(request.tenant)
+        priority = min(max(priority, -PRIORITY_MAX), PRIORITY_MAX)
+        mean = self._priorities.get(tenant)
         if mean is None and not priority:
             return 1.0
         weight = 2.0**priority
         mean = 1.0 if mean is None else mean
-        self._priorities[request.tenant] = mean + 0.01 * (weight - mean)
+        self._priorities[tenant] = mean + 0.01 * (weight - mean)
         return weight / mean

@@ -22,9 +22,18 @@ from kvstore.policies.reuse_curves import (
 )
 from kvstore.policies.reuse_hints import Hints
 from kvstore.policies.reuse_units import Units
-from kvstore.policies.uses import UNKNOWN_TOKENS, Request, Use, digest_words
+from kvstore.policies.uses import (
+    ALL_BLOCKS,
+    NO_HINT,
+    UNKNOWN_TOKENS,
+    Hint,
+    Request,
+    Use,
+    digest_words,
+)
 
-DIRECTORY_BLOCKS_MAX = 1 << 20
+DIRECTORY_BLOCKS_MAX = 1 << 19
+REQUESTS_MAX = 1 << 17
 HUB_CHILDREN = 8
 # Growth of the prompt beyond the last answer, in tokens: what the user, or a tool, has added.
 GROWTH_CLASSES = (-512, 0, 64, 512, 4096)
@@ -33,7 +42,8 @@ GROWTH_CLASSES = (-512, 0, 64, 512, 4096)
 class ReuseModel:
     """A directory of blocks with the unit each was last part of, and the curves of units.
 
-    It forgets units after AGE_END seconds, and the oldest ones past DIRECTORY_BLOCKS_MAX blocks.
+    It forgets units after AGE_END seconds, and the oldest ones past DIRECTORY_BLOCKS_MAX blocks or
+    REQUESTS_MAX requests.
     What a request's blocks are worth is in its `Use`: rows of `curves.table`, for known and new.
     """
 
@@ -75,33 +85,56 @@ class ReuseModel:
         self._turns.append((turn, request.input_tokens, output))
         self.units.count(found[:known], self.now)
         new = len(digests) - known
-        hint = self.hints.kind(request)
+        hint = self.hints.kind(request.hint)
         belief = self.hints.code(request.tenant, hint)
         codes = (min(new.bit_length(), FACTOR_CODES - 1), growth, belief)
         base = hint * SHAPES + _shape(output, turn)
         step, theta = self._multiplier(codes)
         self.units.add(self.now, base, known, theta, codes)
         self.units.add(self.now, base + 1, new, theta, codes)
-        use.known = known
+        # Blocks after the last whole grain go with it.
+        use.known = known * request.grain_blocks if new or not known else ALL_BLOCKS
         use.rows = (base * GRID + step, (base + 1) * GRID + step)
-        use.weight = self.hints.weight(request)
+        use.weight = self.hints.weight(request.tenant, request.priority)
         self._file(digests, known)
         if self._requests % REBUILD_REQUESTS == 0:
             self._rebuild()
         self._requests += 1
 
-    def on_finish(self, use: Use, output_tokens: int) -> None:
-        """The request's units take the shape that its output gives them."""
+    def on_extend(self, use: Use, digests: bytes) -> None:
+        """The request's new blocks are so many more: it came again with them, or stores output."""
         number = use.number - self._first_request
         if not 0 <= number < len(self._turns):
             return
-        turn, tokens, _ = self._turns[number]
-        self._turns[number] = (turn, tokens, output_tokens)
-        self._mean_output += 0.01 * (output_tokens - self._mean_output)
+        unit, words = self.units.first + 2 * number + 1, digest_words(digests)
+        fresh = [word for word in words if word not in self._directory]
+        self._directory.update(dict.fromkeys(fresh, unit))
+        self._digests[number].extend(fresh)
+        self.units.grow(unit, len(fresh))
+        if use.known == ALL_BLOCKS:
+            use.known = (len(self._digests[number]) - len(fresh)) * use.grain
+
+    def on_finish(self, use: Use, output_tokens: int, hint: Hint = NO_HINT) -> None:
+        """The request's units take the shape that its output, and a hint, give them."""
+        number = use.number - self._first_request
+        if not 0 <= number < len(self._turns):
+            return
+        turn, tokens, output = self._turns[number]
+        if output_tokens != UNKNOWN_TOKENS:
+            output = self._output(output_tokens)
+            self._turns[number] = (turn, tokens, output)
         old, step = divmod(use.rows[0], GRID)
-        base = old // SHAPES * SHAPES + _shape(output_tokens, turn)
-        self.units.reshape(2 * number, base)
-        self.units.reshape(2 * number + 1, base + 1)
+        kind, units = old // SHAPES, self.units.first + 2 * number
+        if hint.expect_reuse:
+            kind = self.hints.kind(hint)
+            code = self.hints.code(use.tenant, kind)
+            thetas = [self.units.recode(units + n, self.hints.factor, code) for n in (0, 1)]
+            step = grid_step(thetas[0], math.log(thetas[0]))
+        if hint.priority:
+            use.weight = self.hints.weight(use.tenant, hint.priority)
+        base = kind * SHAPES + _shape(output, turn)
+        for n in (0, 1):
+            self.units.reshape(units + n, base + n)
         use.rows = (base * GRID + step, (base + 1) * GRID + step)
 
     def index(self, row: int, age: float) -> float:
@@ -167,7 +200,9 @@ class ReuseModel:
         """Drops what is too old, or too much."""
         units, directory = self.units, self._directory
         while self._digests and (
-            units.time(units.first) < self.now - AGE_END or len(directory) > DIRECTORY_BLOCKS_MAX
+            units.time(units.first) < self.now - AGE_END
+            or len(directory) > DIRECTORY_BLOCKS_MAX
+            or len(self._turns) > REQUESTS_MAX
         ):
             old = units.first
             for digest in self._digests.popleft():

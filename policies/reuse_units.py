@@ -65,6 +65,20 @@ class Units:
         """It has another shape from now on."""
         self._shapes[unit - self._taken] = shape
 
+    def recode(self, unit: int, factor: int, code: int) -> float:
+        """It has another code of a factor from now on; answers with its new multiplier."""
+        i, values = unit - self._taken, self._curves.factors.values[factor]
+        self._thetas[i] *= values[code] / values[self._codes[factor][i]]
+        self._codes[factor][i] = code
+        return self._thetas[i]
+
+    def grow(self, unit: int, blocks: int) -> None:
+        """It has so many blocks more."""
+        i = unit - self._taken
+        self._sizes[i] += blocks
+        self._alive[i] += blocks
+        self._weights[i] = self._sizes[i] ** -0.5
+
     def count(self, found: Sequence[int | None], now: float) -> None:
         """Blocks of these units, in the order of a chain, are asked for again."""
         for unit, blocks in groupby(found):

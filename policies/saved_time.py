@@ -32,7 +32,10 @@ class SavedTime:
         tenant = run.root.space.tenant
         scores = self._tenants.get(tenant)
         if scores is None:
-            scores = LeafScores(self.tier, self.model, self._loss, self.context.tick)
+            worth = self.context.worth
+            scores = LeafScores(
+                self.tier, self.model, self._loss, self.context.tick, lambda: worth.version
+            )
             self._tenants[tenant] = scores
         return scores
 

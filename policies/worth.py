@@ -18,6 +18,7 @@ class Worth:
 
     def __init__(self) -> None:
         self.is_plain = True  # No tier's restores cost anything.
+        self.version = 0  # grows whenever something costs more, or less, than before
         self._default = (TOKEN_SECONDS, PAIR_SECONDS)
         self._lines: dict[bytes, tuple[float, float]] = {}
         self._rates: dict[bytes, tuple[float, float]] = {}
@@ -25,6 +26,7 @@ class Worth:
 
     def set_rates(self, space: Space | None, token_seconds: float, pair_seconds: float) -> None:
         """Recomputing costs so much in `space`; None sets what holds where nothing is measured."""
+        self.version += 1
         if space is None:
             self._default = (token_seconds, pair_seconds)
             self._lines.clear()
@@ -38,6 +40,7 @@ class Worth:
 
     def set_restore(self, tier: int, latency_seconds: float, byte_seconds: float) -> None:
         """Getting a block back from `tier` takes so long; without, it takes no time."""
+        self.version += 1
         self.is_plain = False
         self._restores[tier] = (latency_seconds, byte_seconds)
 

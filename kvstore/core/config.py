@@ -106,7 +106,7 @@ class TiersSection(Section, frozen=True):
 
 
 class PolicySection(Section, frozen=True):
-    eviction: str = "lru"
+    eviction: str = "saved_time"
 
 
 class LimitsSection(Section, frozen=True):

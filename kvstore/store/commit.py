@@ -159,6 +159,7 @@ class CommitFlow:
             done += len(taken)
             if done == len(places):
                 break
+        parts.residency.serve(reservation.use)
         self._publisher.remember(places, checksums)
         self._table.committed(reservation, positions)
         ready = self._publisher.publish(runs)

@@ -157,6 +157,11 @@ class CostBook:
         """The link over which engines on `device` take blocks in; None if none ever told."""
         return self._upward.get(device)
 
+    def fastest_upward(self) -> PathModel | None:
+        """Of the links over which engines take blocks in, the quickest that is measured."""
+        known = [model for model in self._upward.values() if model.sample_count >= SAMPLES_MIN]
+        return min(known, key=lambda model: model.seconds(SHOWN_BYTES), default=None)
+
     def _take_over(self, model: MeasuredModel) -> bool:
         if model.load(self._saved.pop(tuple(model.identity))):
             return True

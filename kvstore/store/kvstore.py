@@ -45,6 +45,7 @@ from kvstore.store.operators import OperatorCalls
 from kvstore.store.parts import Parts
 from kvstore.store.promote import Promoter
 from kvstore.store.publish import Publisher
+from kvstore.store.rates import RateKeeper
 from kvstore.store.recording import SpaceRecorder
 from kvstore.store.relocate import Relocator
 from kvstore.store.reservations import ReservationTable
@@ -69,6 +70,7 @@ class KVStore(OperatorCalls):
         self.boot_id = boot_id
         self.started = parts.clock.now()
         self.costs = CostKeeper(parts)
+        self._rates = RateKeeper(parts)
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
         room = HostRoom(parts, self.remover, Relocator(parts, self.remover))
@@ -271,6 +273,7 @@ class KVStore(OperatorCalls):
     ) -> int:
         """Ends a request's leases; answers with how many."""
         attachment.engine.unleased.pop((attachment.space.number, request_id), None)
+        self.parts.requests.finish(attachment, request_id, output_tokens, reuse)
         lease = self.parts.leases.of_request(attachment, request_id)
         if lease is None:
             return 0
@@ -341,6 +344,7 @@ class KVStore(OperatorCalls):
         self._restores.tick(now)
         self.behind.tick(now)
         self.costs.tick(now)
+        self._rates.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:
                 self.close_session(session, "silent")

@@ -79,6 +79,7 @@ class LookupFlow:
     ) -> LookupResult:
         if walk is not None and (attachment.session.closed or attachment.space.closing):
             walk = None
+        self._parts.requests.looked_up(attachment, query, ask)
         live = self._live(attachment, query, local_tokens)
         block_size = attachment.space.block_size
         wanted = query.chain.block_count

@@ -17,6 +17,7 @@ from kvstore.policies.residency import Residency
 from kvstore.store.costs import CostBook
 from kvstore.store.decisions import DecisionLog
 from kvstore.store.leases import LeaseTable
+from kvstore.store.requests import RequestBook
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Engine, Session
 from kvstore.tiers.base import AddressableTier, BlockHeader, Tier
@@ -102,8 +103,12 @@ class Parts:
     readers: set[int] = field(default_factory=set)
     remains: dict[int, Anchor] = field(default_factory=dict)
     costs: CostBook = field(default_factory=CostBook)
+    requests: RequestBook = field(init=False)
     draining: bool = False
     readopted_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.requests = RequestBook(self.residency, self.clock.now)
 
     @property
     def host(self) -> AddressableTier:

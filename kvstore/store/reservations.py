@@ -8,6 +8,7 @@ from typing import Any
 
 from kvstore.core.lease import Deadlines
 from kvstore.policies.index import Anchor, Run
+from kvstore.policies.uses import Use
 from kvstore.store.evict import Remover, block_before
 from kvstore.store.parts import HOST, Parts
 from kvstore.store.sessions import Attachment, Session
@@ -24,7 +25,7 @@ class Reservation:
 
     __slots__ = (
         "anchor", "attachment", "committed", "copies", "copying", "ended", "epoch", "id", "lost",
-        "waiting",
+        "use", "waiting",
     )  # fmt: skip
 
     def __init__(self, reservation_id: int, attachment: Attachment, epoch: int) -> None:
@@ -36,6 +37,7 @@ class Reservation:
         self.copying: dict[int, int] = {}
         self.copies: deque[Any] = deque()
         self.committed: set[int] = set()
+        self.use: Use | None = None
         self.lost = False
         self.ended = False
 

@@ -61,8 +61,8 @@ class ReserveFlow:
         root = index.root(space, digest)
         walk = index.walk(root, query.chain if last == total else query.chain.cut(last))
         if walk.step(SLICE_BLOCKS):
-            return self._stage(attachment, walk, first_block, last)
-        finish = partial(self._stage, attachment, walk, first_block, last)
+            return self._stage(attachment, query, walk, first_block, last)
+        finish = partial(self._stage, attachment, query, walk, first_block, last)
         return SlicedWalk(self._parts, walk, finish).answer
 
     def _rejected(self, first_block: int, last: int, reason: str) -> ReserveResult:
@@ -70,7 +70,7 @@ class ReserveFlow:
         return ReserveResult(0, first_block, bytes(last - first_block), 0.0, reason)
 
     def _stage(
-        self, attachment: Attachment, walk: Walk, first_block: int, last: int
+        self, attachment: Attachment, query: Query, walk: Walk, first_block: int, last: int
     ) -> ReserveResult:
         parts = self._parts
         refusal = _walk_refusal(attachment, walk, first_block)
@@ -79,6 +79,7 @@ class ReserveFlow:
         allowed, limit = self._allowed(attachment, last - first_block)
         self._make_index_room(walk, min(allowed, last - walk.known_blocks))
         reservation = Reservation(parts.next_id(), attachment, attachment.space.epoch)
+        reservation.use = parts.requests.put(attachment, query, first_block)
         staged = parts.index.stage(
             walk, walk.chain, attachment.shard, reservation.id, allowed, first_block, HOST
         )
