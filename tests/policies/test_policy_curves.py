@@ -11,7 +11,7 @@ import pytest
 from kvstore.policies import reuse_model
 from kvstore.policies.reuse_curves import AGES, BINS, index_table
 from kvstore.policies.reuse_model import ReuseModel
-from kvstore.policies.uses import Request, Use
+from kvstore.policies.uses import UNKNOWN_TOKENS, Hint, Request, Use
 
 
 def told(model: ReuseModel, number: int, seconds: float, digests: list[int], **more: object) -> Use:
@@ -204,3 +204,46 @@ def test_priorities_count_within_a_tenant_only() -> None:
     assert uses[-1].weight == pytest.approx(1.0, abs=0.02)
     assert told(model, 600, 600.0, [3], tenant="other").weight == 1.0
     assert told(model, 601, 601.0, [4], tenant="t").weight < 0.5
+
+
+def test_ends_are_told_of_the_right_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After old requests were forgotten an output length still reshapes the one it is of."""
+    monkeypatch.setattr(reuse_model, "REQUESTS_MAX", 60)
+    model, uses = ReuseModel(), []
+    for n in range(200):
+        uses.append(told(model, n, float(n), [n], output_tokens=UNKNOWN_TOKENS))
+    assert len(model._turns) < 120, "nothing was forgotten"
+    newest, units = uses[-1], model.units
+    before = list(units._shapes)
+    model.on_finish(newest, 4000)
+    changed = [i for i, shape in enumerate(units._shapes) if shape != before[i]]
+    assert changed == [len(before) - 2, len(before) - 1]
+    model.on_finish(uses[0], 4000)  # forgotten: nothing to reshape
+    assert list(units._shapes)[: len(before) - 2] == before[:-2]
+
+
+def test_a_hint_at_the_end_counts_like_one_at_the_start() -> None:
+    """Units and rows are the same whether a request was hinted when it came or when it ended."""
+    early, late = ReuseModel(), ReuseModel()
+    for n in range(60):
+        hint = {"expect_reuse": "likely", "priority": 1} if n % 2 else {}
+        a = told(early, n, float(n), [n, n + 1000], **hint)
+        b = told(late, n, float(n), [n, n + 1000], output_tokens=UNKNOWN_TOKENS)
+        late.on_finish(b, 100, Hint("likely", 0.0, 1) if hint else Hint())
+        assert (a.rows, a.weight) == (b.rows, pytest.approx(b.weight, rel=0.01))
+    assert list(early.units._shapes) == list(late.units._shapes)
+    assert list(early.units._thetas) == pytest.approx(list(late.units._thetas))
+
+
+def test_blocks_that_are_added_are_known_afterwards() -> None:
+    """Output that a request stores is part of it when the next one asks for it."""
+    model = ReuseModel()
+    use = told(model, 0, 0.0, [1, 2])
+    model.on_extend(use, array("Q", [3, 4, 2]).tobytes())
+    assert use.known == 0
+    after = told(model, 1, 1.0, [1, 2, 3, 4, 5])
+    assert after.known == 4
+    again = told(model, 2, 2.0, [1, 2, 3, 4, 5])
+    assert again.known > 5
+    model.on_extend(again, array("Q", [6]).tobytes())
+    assert again.known == 5, "only what was there before is known"
