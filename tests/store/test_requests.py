@@ -11,6 +11,7 @@ from msgspec import structs
 from kvstore.core.plan import NO_ASK, Query
 from kvstore.policies.actions import Event
 from kvstore.policies.uses import UNKNOWN_TOKENS, Hint
+from kvstore.store import requests
 
 # A block is one grain of the statistics, and one slot.
 GRAIN = {"block_size": 128, "num_kv_heads": 1, "head_dim": 16, "dtype": "uint8"}
@@ -177,8 +178,6 @@ def test_statistics_of_small_blocks(desk: Desk, told: Told) -> None:
 
 def test_memory_of_requests_is_bounded(desk: Desk, reader: Engine, told: Told) -> None:
     """An engine that never ends its requests does not fill the daemon's memory."""
-    from kvstore.store import requests
-
     for n in range(requests.REQUESTS_KEPT + 10):
         desk.kv.parts.requests.looked_up(
             reader.attachment, reader.query(TOKENS[: n % 3], request_id=str(n)), NO_ASK
@@ -187,7 +186,7 @@ def test_memory_of_requests_is_bounded(desk: Desk, reader: Engine, told: Told) -
 
 
 def test_costs_reach_the_policies(desk: Desk, reader: Engine, told: Told) -> None:
-    """Once an engine is measured its blocks are worth what they cost there, and no noise is told."""
+    """Once an engine is measured its blocks are worth what they cost; noise is not told."""
     steps = [(n, p) for n in (128, 512, 2048, 8192) for p in (0, 1024, 8192, 16384)]
     worth = told.residency.context.worth
     before = worth.seconds(reader.space, 0)
