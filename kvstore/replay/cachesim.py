@@ -14,23 +14,13 @@ import numpy as np
 
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest
-from kvstore.core.keys import Chain
-from kvstore.core.space import Space
+from kvstore.policies.ghost import DISK, Ghost, Hit
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
-from kvstore.replay.cachesim_tiers import DiskTier, Places
 from kvstore.replay.cachesim_workload import ROOT, Workload
 
-HOST, DISK = 0, 1
 # A block of 512 tokens of 128 KiB from one NVMe drive of 6 GB/s, after 100 us.
 DISK_BLOCK_SECONDS = 0.011285
-
-
-class Hit(NamedTuple):
-    """What a request found: leading blocks in all, and how many of these were on disk only."""
-
-    blocks: int
-    disk_blocks: int = 0
 
 
 class CacheResult(NamedTuple):
@@ -67,24 +57,27 @@ class CacheSimulation:
             raise InvalidRequest(f"capacities is {capacities}; pass blocks of host, or host, disk")
         self.workload = workload
         self.capacities = capacities
-        self.residency = Residency(policy)
-        self.index = PrefixIndex(len(capacities))
-        self.residency.attach(self.index)
-        if len(capacities) > 1:
+        slot_bytes = next(iter(workload.spaces.values())).slot_bytes
+        host_bytes, *rest = [blocks * slot_bytes for blocks in capacities]
+        disk_bytes = rest[0] if rest else None
+        self._ghost = Ghost(policy, {"": host_bytes}, disk_bytes, disk_daily_bytes)
+        if self.disk:
             self.residency.set_restore(DISK, disk_seconds, 0.0)
         self.hits: list[Hit] = []
         self._told = workload.told_future if policy == "oracle" else workload.told
-        self._slot_bytes = next(iter(workload.spaces.values())).slot_bytes
-        self._places = Places()
-        self._disk: DiskTier | None = None
-        if self.disk:
-            slot_bytes = self._slot_bytes
-            self._disk = DiskTier(self.residency, capacities, slot_bytes, disk_daily_bytes)
 
     @property
     def disk(self) -> bool:
         """Whether there is a disk tier."""
         return len(self.capacities) > 1
+
+    @property
+    def residency(self) -> Residency:
+        return self._ghost.residency
+
+    @property
+    def index(self) -> PrefixIndex:
+        return self._ghost.index
 
     def request(self, number: int) -> Hit:
         """Carries one request of the trace out, whole; they come in their order."""
@@ -92,35 +85,10 @@ class CacheSimulation:
         self.residency.request(told)
         hit = Hit(0)
         if chain.segments:
-            hit = self._serve(self.workload.spaces[told.tenant], chain, told.seconds)
+            space = self.workload.spaces[told.tenant]
+            hit = self._ghost.serve(space, ROOT, chain, told.seconds)
         self.hits.append(hit)
         return hit
-
-    def _serve(self, space: Space, chain: Chain, seconds: float) -> Hit:
-        index = self.index
-        walk = index.walk(index.root(space, ROOT), chain)
-        walk.finish()
-        found = walk.ready_blocks
-        on_disk = 0
-        if found:
-            path = self.residency.access(walk.path)
-            if self._disk is not None:
-                on_disk = self._disk.promote(path, self._places)
-        missing = chain.block_count - found
-        if missing:
-            index.extend(walk, HOST, self._places.take(missing))
-        self._make_room(space, seconds)
-        return Hit(found, on_disk)
-
-    def _make_room(self, space: Space, seconds: float) -> None:
-        """Evicts to the capacities, after what is due on disk was written there."""
-        if self._disk is not None:
-            self._disk.write(space, self._places, seconds)
-        for tier, capacity in enumerate(self.capacities):
-            over = self.residency.accounts.used(tier, space.pool) - capacity * self._slot_bytes
-            if over > 0:
-                for drop in self.residency.make_room(tier, space.pool, space.tenant, over):
-                    self.index.drop(drop.run, drop.keep, tier)
 
     def run(self) -> CacheResult:
         """All requests, then the result."""
@@ -147,7 +115,7 @@ class CacheSimulation:
             saved_seconds=saved,
             saved_ratio=saved / max(1e-12, float(workload.prefill_seconds[:done].sum())),
             tier_tokens=tuple(size * n for n in by_tier),
-            written_blocks=0 if self._disk is None else self._disk.written_blocks,
+            written_blocks=self._ghost.written_blocks,
             seconds=seconds,
             references_per_second=references / max(1e-9, seconds),
         )

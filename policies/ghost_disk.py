@@ -1,4 +1,4 @@
-"""The disk tier of a cache simulation: what is written there, and read back into host."""
+"""The disk tier of a ghost cache: what is written there, and read back into host."""
 
 from __future__ import annotations
 
@@ -40,19 +40,14 @@ class DiskTier:
     """
 
     def __init__(
-        self,
-        residency: Residency,
-        capacities: tuple[int, ...],
-        slot_bytes: int,
-        daily_bytes: float = 0.0,
+        self, residency: Residency, host_bytes: dict[str, int], daily_bytes: float = 0.0
     ) -> None:
         self._residency = residency
-        self._capacity_bytes = capacities[HOST] * slot_bytes
-        self._slot_bytes = slot_bytes
         self._daily = self._budget = daily_bytes
         self._spent_at = 0.0
         self.written_blocks = 0
-        residency.demote_above("", int(WATERMARK * self._capacity_bytes), self._capacity_bytes)
+        for pool, capacity in host_bytes.items():
+            residency.demote_above(pool, int(WATERMARK * capacity), capacity)
 
     def write(self, space: Space, places: Places, seconds: float) -> None:
         """Writes what is due, `seconds` into the trace, as far as the budget lasts."""
@@ -64,7 +59,7 @@ class DiskTier:
             index.begin_move(run, start, stop, DISK)
             index.end_move(run, start, DISK, places.column(stop - start))
             self.written_blocks += stop - start
-            self._budget -= (stop - start) * self._slot_bytes
+            self._budget -= (stop - start) * run.root.space.slot_bytes
 
     def _left(self, seconds: float) -> int:
         """Bytes that may be written now."""

@@ -1,0 +1,94 @@
+"""`Ghost`: a cache without bytes, on the daemon's own index, residency and policies.
+
+What is asked for is stored at once, then the tiers are evicted to their capacities. Simulations
+of traces and the shadows beside a live store are both made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from kvstore.core.keys import Chain
+from kvstore.core.space import Space
+from kvstore.policies.accounts import pool_in
+from kvstore.policies.ghost_disk import DISK, HOST, DiskTier, Places
+from kvstore.policies.index import PrefixIndex
+from kvstore.policies.residency import Residency
+
+
+class Hit(NamedTuple):
+    """What a request found: leading blocks in all, and how many of these were on disk only."""
+
+    blocks: int
+    disk_blocks: int = 0
+
+
+class Ghost:
+    """One cache under one policy; its spaces have one shard.
+
+    `host_bytes` are the capacities of the host pools; without `disk_bytes` there is no disk tier.
+    At most `daily_bytes` are written to it in a day, 0 without a limit. What `residency` is told of
+    requests is the caller's to tell.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        host_bytes: Mapping[str, int],
+        disk_bytes: int | None = None,
+        daily_bytes: float = 0.0,
+    ) -> None:
+        self.host_bytes = dict(host_bytes)
+        self.disk_bytes = disk_bytes
+        self.residency = Residency(policy)
+        self.index = PrefixIndex(1 if disk_bytes is None else 2)
+        self.residency.attach(self.index)
+        self._places = Places()
+        self._disk: DiskTier | None = None
+        if disk_bytes is not None:
+            self._disk = DiskTier(self.residency, self.host_bytes, daily_bytes)
+
+    @property
+    def written_blocks(self) -> int:
+        """Blocks written to disk."""
+        return 0 if self._disk is None else self._disk.written_blocks
+
+    def serve(self, space: Space, root: bytes, chain: Chain, seconds: float = 0.0) -> Hit:
+        """Looks a chain up and stores it, whole; `seconds` is when."""
+        hit = self.store(space, root, chain)
+        for _ in self.make_room(space, seconds):
+            pass
+        return hit
+
+    def store(self, space: Space, root: bytes, chain: Chain) -> Hit:
+        """The same, but room is the caller's to make before anything else comes."""
+        index = self.index
+        walk = index.walk(index.root(space, root), chain)
+        walk.finish()
+        found = walk.ready_blocks
+        on_disk = 0
+        if found:
+            path = self.residency.access(walk.path)
+            if self._disk is not None:
+                on_disk = self._disk.promote(path, self._places)
+        missing = chain.block_count - found
+        if missing:
+            index.extend(walk, HOST, self._places.take(missing))
+        return Hit(found, on_disk)
+
+    def make_room(self, space: Space, seconds: float) -> Iterator[None]:
+        """Writes what is due on disk, then evicts to the capacities; a step is one drop."""
+        if self._disk is not None:
+            self._disk.write(space, self._places, seconds)
+        yield from self._evict(space, HOST, self.host_bytes[space.pool])
+        if self.disk_bytes is not None:
+            yield from self._evict(space, DISK, self.disk_bytes)
+
+    def _evict(self, space: Space, tier: int, capacity_bytes: int) -> Iterator[None]:
+        residency, pool = self.residency, pool_in(tier, space.pool)
+        over = residency.accounts.used(tier, pool) - capacity_bytes
+        if over > 0 or residency.room(tier, pool, space.tenant) < 0:
+            for drop in residency.make_room(tier, pool, space.tenant, max(0, over)):
+                self.index.drop(drop.run, drop.keep, tier)
+                yield
