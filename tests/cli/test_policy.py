@@ -7,15 +7,17 @@ from typing import Any
 
 def test_get(kv: Any, daemon: Any) -> None:
     """The name alone, so that a script can read it."""
-    assert kv("policy", "get").out == "lru\n"
-    assert kv("policy", "get", "--json").json == {"policy": "lru"}
+    assert kv("policy", "get").out == "saved_time\n"
+    assert kv("policy", "get", "--json").json == {"policy": "saved_time"}
 
 
 def test_set_keeps_what_is_stored(kv: Any, engine: Any) -> None:
     """Setting a policy drops nothing; the answer says what it was."""
     space = engine.fill(4)
-    assert "lru already" in kv("policy", "set", "lru").out
-    assert kv("policy", "set", "lru", "--json").json == {"policy": "lru", "policy_before": "lru"}
+    assert "saved_time already" in kv("policy", "set", "saved_time").out
+    answer = kv("policy", "set", "lru", "--json").json
+    assert answer == {"policy": "lru", "policy_before": "saved_time"}
+    kv("policy", "set", "saved_time")
     engine.lease(space).release()
 
 
@@ -25,7 +27,7 @@ def test_unknown_name_answers_with_the_list(kv: Any, daemon: Any) -> None:
     assert outcome.code == 1
     assert "clairvoyant" in outcome.sentence
     assert "lru" in outcome.sentence
-    assert kv("policy", "get").out == "lru\n"
+    assert kv("policy", "get").out == "saved_time\n"
 
 
 def test_name_is_required(kv: Any) -> None:
