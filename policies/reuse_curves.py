@@ -9,7 +9,9 @@ density by age is LHD's, Beckmann et al., NSDI 2018).
 
 from __future__ import annotations
 
+import math
 from array import array
+from bisect import bisect_right
 
 import numpy as np
 
@@ -31,6 +33,9 @@ CURVE_PRIOR, FACTOR_PRIOR, START = 50.0, 20.0, 0.05
 CHANCE_MAX = 0.95
 DECAY = 0.9995  # of all counts, a request
 REBUILD_REQUESTS = 50
+REBUILD_SECONDS = 1.0  # apart at least: it takes some milliseconds
+# Edges of the bins, and beyond the last: there it goes on as it was, by the logarithm of the age.
+EDGES = (*AGES, *(AGE_END * 2.0**n for n in range(5)))
 
 
 def index_table(chances: np.ndarray) -> np.ndarray:
@@ -79,6 +84,8 @@ class Curves:
         self.factors = Factors()
         self.table = self._index()
         self.rows: list[list[float]] = []
+        self._fades: np.ndarray | None = None
+        self._seen = np.zeros(BINS)
         self._publish()
 
     def grow(self, hints: int) -> None:
@@ -95,8 +102,8 @@ class Curves:
         self.table = self._index()
         self._publish()
 
-    def rebuild(self) -> None:
-        """Curves, factors and table anew from what was counted, which then decays."""
+    def rebuild(self, requests: int = REBUILD_REQUESTS) -> None:
+        """Curves, factors and table anew from what so many requests counted, which then decays."""
         groups = (self.hints, SHAPES, BINS)
         events, exposure = self.events.reshape(groups), self.exposure.reshape(groups)
         pooled = (events.sum((0, 1)) + 0.01) / (exposure.sum((0, 1)) + 1)
@@ -109,21 +116,61 @@ class Curves:
             expected = shapes * said[:, None, :]
         curves = _shrunk(events, exposure, expected)
         self.curves = np.minimum(curves, CHANCE_MAX).reshape(-1, BINS)
-        self.factors.rebuild()
+        self.factors.rebuild(requests)
         self.table = self._index()
         self._publish()
-        kept = DECAY**REBUILD_REQUESTS
+        kept = DECAY**requests
         self.events *= kept
         self.exposure *= kept
 
     def _index(self) -> np.ndarray:
+        return index_table(1 - np.exp(-self._hazards()))
+
+    def _hazards(self) -> np.ndarray:
+        """Of each row, minus the logarithm of the chance to pass each bin without a reuse."""
         multipliers = np.exp(GRID_LOW + GRID_STEP * np.arange(GRID))
         curves = self.curves * (1 + self.curves / 2)
-        chances = 1 - np.exp(-multipliers[None, :, None] * curves[:, None, :])
-        return index_table(chances.reshape(-1, BINS))
+        return (multipliers[None, :, None] * curves[:, None, :]).reshape(-1, BINS)
 
     def _publish(self) -> None:
         self.rows = self.table.tolist()
+        self._fades = None
+        self._seen = self.exposure.sum(0)
+
+    # Chances
+
+    def is_known(self, age: float) -> bool:
+        """Whether as much was seen of blocks so old as each curve starts from."""
+        bin_ = min(bisect_right(EDGES, age), BINS) - 1
+        return float(self._seen[bin_]) >= CURVE_PRIOR
+
+    def chance(self, row: int, age: float, seconds: float) -> float:
+        """The chance that a block of the row's kind, so old, is reused within so many seconds.
+
+        Ages of which little was seen so far count as little: what nobody saw come back does not.
+        """
+        fades = self._fades
+        if fades is None:
+            fades = self._fades = self._faded()
+        before, after = _along(fades[row], age), _along(fades[row], age + seconds)
+        return 1.0 - math.exp(before - after)
+
+    def _faded(self) -> np.ndarray:
+        """Hazards from age 0 up to each edge, summed over the bins, of each row."""
+        hazards = self._hazards() * (self._seen / (self._seen + CURVE_PRIOR))
+        beyond = np.repeat(hazards[:, -1:], len(EDGES) - 1 - BINS, axis=1)
+        sums = np.cumsum(np.concatenate([hazards, beyond], axis=1), axis=1)
+        return np.concatenate([np.zeros((len(sums), 1)), sums], axis=1)
+
+
+def _along(fades: np.ndarray, age: float) -> float:
+    """The sum up to an age, in a straight line within a bin."""
+    upper = bisect_right(EDGES, max(age, 0.0))
+    if upper == len(EDGES):
+        return float(fades[-1])
+    low, high = float(fades[upper - 1]), float(fades[upper])
+    start, stop = EDGES[upper - 1], EDGES[upper]
+    return low + (high - low) * (max(age, 0.0) - start) / (stop - start)
 
 
 class Factors:
@@ -158,9 +205,9 @@ class Factors:
         self.values[number].append(guess)
         return len(self.values[number]) - 1
 
-    def rebuild(self) -> None:
-        """Values anew from what was counted, which then decays."""
-        kept = DECAY**REBUILD_REQUESTS
+    def rebuild(self, requests: int = REBUILD_REQUESTS) -> None:
+        """Values anew from what so many requests counted, which then decays."""
+        kept = DECAY**requests
         for number, guesses in enumerate(self._guesses):
             seen = np.frombuffer(self.observed[number])
             due = np.frombuffer(self.expected[number])

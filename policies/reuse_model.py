@@ -15,6 +15,7 @@ from kvstore.policies.reuse_curves import (
     GRID,
     OUTPUT_CLASSES,
     REBUILD_REQUESTS,
+    REBUILD_SECONDS,
     SHAPES,
     TURN_CLASSES,
     Curves,
@@ -60,7 +61,8 @@ class ReuseModel:
         self._digests: deque[list[int]] = deque()
         self._first_request = -1  # number of the first use that it remembers
         self._turns: deque[tuple[int, int, int]] = deque()  # turn, input, output
-        self._requests = 0
+        self._requests = self._rebuild_at = 0
+        self._rebuilt = 0.0
         self._mean_output = 128.0
 
     @property
@@ -97,7 +99,8 @@ class ReuseModel:
         use.rows = (base * GRID + step, (base + 1) * GRID + step)
         use.weight = self.hints.weight(request.tenant, request.priority)
         self._file(digests, known)
-        if self._requests % REBUILD_REQUESTS == 0:
+        due = self._requests >= self._rebuild_at and self.now >= self._rebuilt + REBUILD_SECONDS
+        if due or not self._requests:
             self._rebuild()
         self._requests += 1
 
@@ -193,7 +196,9 @@ class ReuseModel:
 
     def _rebuild(self) -> None:
         self.units.age(self.now)
-        self.curves.rebuild()
+        self.curves.rebuild(self._requests - self._rebuild_at + REBUILD_REQUESTS)
+        self._rebuild_at = self._requests + REBUILD_REQUESTS
+        self._rebuilt = self.now
         self._forget()
 
     def _forget(self) -> None:

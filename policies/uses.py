@@ -8,12 +8,9 @@ block and everything before it. They only serve statistics: a collision costs a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvstore.core.keys import Chain, Segment
+from kvstore.core.keys import Chain, prefix_words
 from kvstore.core.space import Space
 
 UNKNOWN_TOKENS = -1
@@ -114,65 +111,11 @@ def newest(mine: Use | None, other: Use | None) -> Use | None:
     return other
 
 
-# Odd multipliers, so that no symbol is lost: the step and the mixers of splitmix64 (Steele, Lea
-# and Flood, OOPSLA 2014).
-_STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_WORD = (1 << 64) - 1
-
-
 def grain_blocks(space: Space) -> int:
     """How many blocks of a space have one digest together."""
     return max(1, GRAIN_TOKENS // space.block_size)
 
 
 def prefix_digests(space: Space, root: bytes, chain: Chain, grain: int = 1) -> bytes:
-    """Packed digests of a chain's prefixes: a polynomial over its symbols, modulo 2^64.
-
-    With a `grain`, of those that end with each so many blocks.
-    """
-    parts = [_symbol_words(segment) for segment in chain.segments]
-    if not parts:
-        return b""
-    words = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    seed = int.from_bytes(space.id[:8], "little") ^ int.from_bytes(root[:8], "little")
-    sums = np.cumsum(words * _powers(_size_class(len(words)))[: len(words)])
-    return (sums[grain - 1 :: grain] + np.uint64(_mix(seed))).tobytes()
-
-
-def _symbol_words(segment: Segment) -> np.ndarray:
-    """One word for each symbol."""
-    symbols, width = segment
-    unit = 8 if width % 8 == 0 else 4 if width % 4 == 0 else 1
-    table = np.frombuffer(symbols, f"<u{unit}").reshape(-1, width // unit)
-    if table.shape[1] == 1:
-        words = table[:, 0].astype(np.uint64)
-    else:
-        words = table.astype(np.uint64) @ _odd_words(table.shape[1])
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX_1)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(_MIX_2)
-    mixed: np.ndarray = words ^ (words >> np.uint64(31))
-    return mixed
-
-
-def _mix(word: int) -> int:
-    word = (word + _STEP) & _WORD
-    word = (word ^ (word >> 30)) * _MIX_1 & _WORD
-    word = (word ^ (word >> 27)) * _MIX_2 & _WORD
-    return word ^ (word >> 31)
-
-
-def _size_class(count: int) -> int:
-    return 1 << max(8, (count - 1).bit_length())
-
-
-@lru_cache(maxsize=64)
-def _powers(count: int) -> np.ndarray:
-    """The first `count` powers of an odd number."""
-    factors = np.full(count, _STEP, np.uint64)
-    factors[0] = 1
-    return np.asarray(np.cumprod(factors))
-
-
-@lru_cache(maxsize=64)
-def _odd_words(count: int) -> np.ndarray:
-    return np.array([_mix(n) | 1 for n in range(count)], np.uint64)
+    """Packed digests of a chain's prefixes, of those that end with each so many blocks."""
+    return prefix_words(space.id + root, chain, grain).tobytes()

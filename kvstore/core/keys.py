@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -141,3 +142,33 @@ def chain_keys(parent_key: bytes, symbols: Iterable[bytes]) -> list[bytes]:
         key = xxhash.xxh3_128_digest(key + symbol + len(symbol).to_bytes(4, "little"))
         keys.append(key)
     return keys
+
+
+def prefix_words(root: bytes, chain: Chain, grain: int = 1) -> array[int]:
+    """64 bits for each prefix of a chain that ends with `grain` more blocks: for statistics only.
+
+    Each is the xxh3_64 of its blocks, seeded by the one before; the first by that of `root`.
+    """
+    digest, word = xxhash.xxh3_64_intdigest, xxhash.xxh3_64_intdigest(root)
+    words = array("Q")
+    for piece in _grains(chain, grain):
+        word = digest(piece, word)
+        words.append(word)
+    return words
+
+
+def _grains(chain: Chain, grain: int) -> Iterator[bytes]:
+    """The symbols of each `grain` blocks, back to back; what is left at the end is left out."""
+    if len(chain.segments) == 1:
+        symbols, width = chain.segments[0]
+        step = width * grain
+        for start in range(0, len(symbols) - step + 1, step):
+            yield symbols[start : start + step]
+        return
+    blocks = [
+        symbols[start : start + width]
+        for symbols, width in chain.segments
+        for start in range(0, len(symbols), width)
+    ]
+    for start in range(0, len(blocks) - grain + 1, grain):
+        yield b"".join(blocks[start : start + grain])

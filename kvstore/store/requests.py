@@ -25,7 +25,7 @@ from kvstore.store.sessions import Attachment
 
 DIGEST_BYTES = 8
 # What lies deeper in a prompt is taken to be like what is known of its beginning.
-GRAINS_MAX = 8192
+GRAINS_MAX = 2048
 REQUESTS_KEPT = 1 << 14
 PROMPTS_KEPT = 1 << 10  # the last ones of engines
 SESSIONS_KEPT = 1 << 14
