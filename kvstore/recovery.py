@@ -206,7 +206,6 @@ def _keep_used_spaces(store: KVStore, record: FileRecord) -> None:
         key = space_id(known.spec, known.tenant)
         space = used.get(key)
         if space is not None:
-            space.number = len(parts.spaces) + 1
             parts.spaces[key] = space
             kept.append(KnownSpace(known.spec, known.tenant))
     record.forget_all_but(kept)

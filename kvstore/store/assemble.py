@@ -15,6 +15,7 @@ from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.store.costs import CostBook
 from kvstore.store.decisions import DecisionLog
+from kvstore.store.journal import Journal
 from kvstore.store.kvstore import KVStore
 from kvstore.store.leases import LeaseTable
 from kvstore.store.measured import MeasuredMover
@@ -36,14 +37,20 @@ def assemble(
     boot_id: str,
     recorder: Recorder = NO_RECORDER,
     disk: Tier | None = None,
+    journal: Journal | None = None,
 ) -> KVStore:
-    """A store over `host` and `disk`; `defer` runs a callable on the owner thread soon."""
+    """A store over `host` and `disk`; `defer` runs a callable on the owner thread soon.
+
+    A `journal` gets everything that index and residency are told.
+    """
     # Ids of an earlier life must answer NOT_FOUND, so each life begins at its own wall clock.
     ids = count(max(1, int(clock.wall() * 1e6)) << 8)
     residency = Residency(config.policy.eviction)
     tiers: tuple[Tier, ...] = (host,) if disk is None else (host, disk)
     index = PrefixIndex(len(tiers), residency, config.index.max_blocks or NO_BLOCK_LIMIT)
     residency.attach(index)
+    if journal is not None:
+        index, residency = journal.follow(index, residency)
     retired = tuple(RetiredSlots(tier) for tier in tiers)
 
     decisions = DecisionLog(config.limits.decisions_kept, clock, recorder)

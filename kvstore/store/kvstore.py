@@ -194,7 +194,8 @@ class KVStore(OperatorCalls):
             raise LimitReached(
                 f"{len(parts.spaces)} spaces exist, the limit limits.spaces; raise it"
             )
-        space = Space(len(parts.spaces) + 1, spec, tenant, parts.pool_of(tenant))
+        number = 1 + max((known.number for known in parts.spaces.values()), default=0)
+        space = Space(number, spec, tenant, parts.pool_of(tenant))
         space.epoch = parts.record.epoch_of(space.id)
         self._recording.remember(space)
         parts.spaces[space.id] = space
