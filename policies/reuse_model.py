@@ -82,7 +82,8 @@ class ReuseModel:
         digests = digest_words(request.digests)
         found = list(map(self._directory.get, digests))
         known = found.index(None) if None in found else len(found)
-        turn, growth = self._turn(digests, found, known, request)
+        use.shared = self._shared(digests, known)
+        turn, growth = self._turn(found, known, use.shared, request)
         output = self._output(request.output_tokens)
         self._turns.append((turn, request.input_tokens, output))
         self.units.count(found[:known], self.now)
@@ -150,17 +151,20 @@ class ReuseModel:
         found: np.ndarray = self.curves.table[rows, bins]
         return found
 
-    def _turn(
-        self, digests: list[int], found: list[int | None], known: int, request: Request
-    ) -> tuple[int, int]:
-        """(turn, code of the growth) by the request that the last known block was part of.
+    def _shared(self, digests: list[int], known: int) -> int:
+        """How many of the first `known` blocks go down to the last hub among them.
 
         Blocks down to a hub, from which many requests part ways, are a system prompt: to share
         them does not make a conversation.
         """
-        shared = 0
-        if not self._hubs.isdisjoint(digests[:known]):
-            shared = 1 + max(i for i in range(known) if digests[i] in self._hubs)
+        if self._hubs.isdisjoint(digests[:known]):
+            return 0
+        return 1 + max(i for i in range(known) if digests[i] in self._hubs)
+
+    def _turn(
+        self, found: list[int | None], known: int, shared: int, request: Request
+    ) -> tuple[int, int]:
+        """(turn, code of the growth) by the request that the last known block was part of."""
         if known <= shared:
             return request.turn or 1, 0
         unit = found[known - 1]

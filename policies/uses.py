@@ -63,9 +63,10 @@ class Request(NamedTuple):
 class Use:
     """A request as blocks remember it.
 
-    Its first `known` blocks were known before it. `rows` are the rows of a reuse table for blocks
-    that were (0) and were not (1). `weight` is what its priority makes of their worth. `leaf` is
-    the run that its blocks ended in, which need not live any more.
+    Its first `known` blocks were known before it. Its first `shared` digests name a beginning that
+    many conversations have in common. `rows` are the rows of a reuse table for blocks that were (0)
+    and were not (1). `weight` is what its priority makes of their worth. `leaf` is the run that its
+    blocks ended in, which need not live any more.
     """
 
     __slots__ = (
@@ -77,6 +78,7 @@ class Use:
         "number",
         "rows",
         "seconds",
+        "shared",
         "tenant",
         "weight",
     )  # fmt: skip
@@ -88,7 +90,7 @@ class Use:
         self.next_uses: Sequence[int] = request.next_uses
         self.counts: Sequence[int] = ()
         self.grain = request.grain_blocks
-        self.known = 0
+        self.known = self.shared = 0
         self.rows: Any = (0, 0)
         self.weight = 1.0
         self.leaf: Any = None
@@ -97,6 +99,11 @@ class Use:
         """Row of the block at `position` of the request's chain."""
         rows: tuple[int, int] = self.rows
         return rows[position >= self.known]
+
+    def follow(self, other: Use) -> None:
+        """Is worth what `other` is, which is this request with several blocks to a digest."""
+        self.known = other.known // other.grain
+        self.rows, self.weight = other.rows, other.weight
 
 
 def digest_words(packed: bytes) -> list[int]:
