@@ -107,6 +107,7 @@ class Context:
         self.use: Use | None = None
         self.tick: Callable[[], int] = int  # Residency's, which counts accesses.
         self.models: dict[type[Model], Model] = {}
+        self._lent: dict[type[Model], Model] = {}
 
     def loss(self, run: Run, tier: int) -> float:
         """Seconds lost when the last READY block of `run` leaves `tier`."""
@@ -123,11 +124,19 @@ class Context:
 
     def model(self, kind: type[M]) -> M:
         """The one model of a kind, made when it is first asked for; it outlives its policies."""
-        if kind not in self.models:
-            self.models[kind] = kind()
-        found = self.models[kind]
+        found = self._lent.get(kind) or self.models.get(kind)
+        if found is None:
+            found = self.models[kind] = kind()
         assert isinstance(found, kind)
         return found
+
+    def borrow(self, model: Model) -> None:
+        """Policies made from now on use this model, which another residency tells of requests.
+
+        A `Use` must then `follow` the other's of the same request.
+        """
+        self.models.pop(type(model), None)
+        self._lent[type(model)] = model
 
 
 _FACTORIES: dict[str, Callable[[int, Context], EvictionPolicy]] = {}

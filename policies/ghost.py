@@ -6,12 +6,13 @@ of traces and the shadows beside a live store are both made of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvstore.core.keys import Chain
 from kvstore.core.space import Space
 from kvstore.policies.accounts import pool_in
+from kvstore.policies.base import Model
 from kvstore.policies.ghost_disk import DISK, HOST, DiskTier, Places
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
@@ -29,7 +30,7 @@ class Ghost:
 
     `host_bytes` are the capacities of the host pools; without `disk_bytes` there is no disk tier.
     At most `daily_bytes` are written to it in a day, 0 without a limit. What `residency` is told of
-    requests is the caller's to tell.
+    requests is the caller's to tell; `models` are told by others.
     """
 
     def __init__(
@@ -38,10 +39,13 @@ class Ghost:
         host_bytes: Mapping[str, int],
         disk_bytes: int | None = None,
         daily_bytes: float = 0.0,
+        models: Iterable[Model] = (),
     ) -> None:
         self.host_bytes = dict(host_bytes)
         self.disk_bytes = disk_bytes
         self.residency = Residency(policy)
+        for model in models:
+            self.residency.context.borrow(model)
         self.index = PrefixIndex(1 if disk_bytes is None else 2)
         self.residency.attach(self.index)
         self._places = Places()
