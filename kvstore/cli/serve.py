@@ -16,12 +16,17 @@ from kvstore.core.config import Config
 @click.option("--socket", metavar="PATH", help="Overrides server.socket.")
 @click.option("--metrics", metavar="HOST:PORT", help="Overrides server.metrics; '' turns it off.")
 @click.option("--host-size", metavar="SIZE", help="Overrides tiers.host.size, such as 8GiB.")
+@click.option(
+    "--journal", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write down in a new FILE what every decision follows from, for `kvstore trace check`.",
+)  # fmt: skip
 @json_option
 def command(
     config_path: Path | None,
     socket: str | None,
     metrics: str | None,
     host_size: str | None,
+    journal: Path | None,
     as_json: bool,
 ) -> None:
     """Run the daemon.
@@ -43,7 +48,7 @@ def command(
     def reload() -> Config:
         return load_config(config_path, **sections)
 
-    serve(config, reload)
+    serve(config, reload, journal)
 
 
 def _sections(socket: str | None, metrics: str | None, host_size: str | None) -> dict[str, Any]:

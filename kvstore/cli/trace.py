@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.output import json_option, print_json, print_table
+from kvstore.cli.output import finish, json_option, print_json, print_table
 from kvstore.core.sizes import format_bytes
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -98,6 +98,36 @@ def _arrival_text(figures: dict[str, Any]) -> str:
 def _tree_text(figures: dict[str, Any]) -> str:
     names = ("root_count", "branching_block_count", "max_children")
     return ", ".join(f"{figures[name]:,}" for name in names)
+
+
+@command.command()
+@click.argument("file", metavar="JOURNAL", type=_FILE)
+@json_option
+def check(file: Path, as_json: bool) -> None:
+    """Decide anew what a daemon decided, from its JOURNAL, and compare action by action.
+
+    `kvstore serve --journal FILE` writes one. Exit 1 at the first action that differs.
+    """
+    from kvstore.replay.journal import check_journal
+
+    result = check_journal(file)
+    difference = None if result.difference is None else str(result.difference)
+    if as_json:
+        print_json({
+            "journal": str(file), "identical": difference is None, "difference": difference,
+            "inputs": result.inputs, "actions": result.actions, "is_whole": result.is_whole,
+        })  # fmt: skip
+    else:
+        click.echo(_check_text(result, difference))
+    finish(difference is None)
+
+
+def _check_text(result: Any, difference: str | None) -> str:
+    kinds = ", ".join(f"{count:,} {name}" for name, count in sorted(result.actions.items()))
+    done = f"{result.inputs:,} inputs, {result.action_count:,} actions ({kinds or 'none'})"
+    if difference is not None:
+        return f"different after {done}: {difference}"
+    return f"identical: {done}{'' if result.is_whole else '; the journal was cut off there'}"
 
 
 @command.command()

@@ -130,6 +130,8 @@ class LimitsSection(Section, frozen=True):
     message_bytes: Size = Size(4 * MIB)
     events_kept: Count = 65_536
     decisions_kept: Count = 4096
+    journal_bytes: Size = Size(GIB)
+    trace_bytes: Size = Size(64 * MIB)
 
 
 class IndexSection(Section, frozen=True):

@@ -20,6 +20,7 @@ from kvstore.core.config import Config
 from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
+from kvstore.daemon.journal import JournalFile
 from kvstore.daemon.tiers import (
     ProblemLog,
     call_within,
@@ -60,15 +61,25 @@ _log = logging.getLogger("kvstore.daemon")
 
 
 class Daemon:
-    """One daemon: its tiers, its store, its doors. Lives in one asyncio loop."""
+    """One daemon: its tiers, its store, its doors. Lives in one asyncio loop.
 
-    def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
+    A `journal` is a new file that takes everything its decisions follow from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reload: Callable[[], Config] | None = None,
+        journal: Path | None = None,
+    ) -> None:
         self.config = config
         self.clock = SystemClock()
         self.metrics = Metrics()
         self.state = "starting"
         self.store: KVStore | None = None
         self._reload = reload
+        self._journal_path = journal
+        self._journal: JournalFile | None = None
         self._free_pool = False
         self._with_quotas = {tenant.name for tenant in config.tenants}
         self._stop = asyncio.Event()
@@ -128,6 +139,8 @@ class Daemon:
         tiers = self._tiers = open_tiers(config)
         for note in tiers.notes:
             _log.warning("%s", note)
+        if self._journal_path is not None:
+            self._journal = JournalFile(self._journal_path, int(config.limits.journal_bytes))
         threads = link_threads(config)
         self._links = tuple(threads)
         self._mover = ThreadMover(self._post, threads, int(config.limits.queue_bytes_per_link))
@@ -135,6 +148,7 @@ class Daemon:
             config, self.clock, tiers.host, tiers.record, self._mover,
             EventLog(self.clock.wall, config.limits.events_kept), self._defer,
             random_token(8).hex(), self.metrics, tiers.disk,
+            self._journal and self._journal.journal,
         )  # fmt: skip
         self.store.on_drain = self.drain
         if isinstance(tiers.record, FileRecord) and tiers.epochs is not None:
@@ -238,6 +252,8 @@ class Daemon:
                 cost.label, cost.state == "fitted", cost.sample_count, cost.ratio_p50,
                 cost.ratio_p99,
             )  # fmt: skip
+        if self._journal is not None:
+            self._journal.check()
         for link in self._links:
             self.metrics.set_queue(link, self._mover.queued_bytes(link))
 
@@ -298,6 +314,8 @@ class Daemon:
         if hasattr(self, "_mover"):
             await self._loop.run_in_executor(None, self._mover.close)
             await asyncio.sleep(0)
+        if self._journal is not None:
+            self._journal.close()
         if self._close_tiers():
             for lock in self._locks:
                 lock.release()
@@ -336,10 +354,12 @@ def _harden() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def serve(config: Config, reload: Callable[[], Config] | None = None) -> None:
+def serve(
+    config: Config, reload: Callable[[], Config] | None = None, journal: Path | None = None
+) -> None:
     """Runs a daemon until it is drained or stopped."""
 
     async def main() -> None:
-        await Daemon(config, reload).run()
+        await Daemon(config, reload, journal).run()
 
     asyncio.run(main())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import zstandard
 
 from kvstore.core.errors import InvalidRequest, KVStoreError
 from kvstore.core.keys import Chain, Segment
@@ -72,7 +73,7 @@ def read_journal(path: str | Path) -> Iterator[Any]:
         while True:
             try:
                 line = stream.readline(LINE_BYTES_MAX)
-            except (OSError, EOFError, ValueError):
+            except (OSError, EOFError, zstandard.ZstdError):
                 return
             if not line.endswith(b"\n"):
                 return
