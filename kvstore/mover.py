@@ -46,6 +46,7 @@ class Job:
     byte_count: int
     work: Callable[[], Any]
     done: Callable[[Moved], None]
+    is_measured: bool = True  # False: a part of what its owner measures as a whole
 
 
 class Mover(Protocol):
@@ -56,6 +57,10 @@ class Mover(Protocol):
         ...
 
     def queued_bytes(self, link: str) -> int: ...
+
+    def bytes_ahead(self, link: str, tenant: Hashable, session: Hashable, byte_count: int) -> int:
+        """Bytes that would move before the last of so many that a session submits now."""
+        ...
 
     def close(self) -> None:
         """Runs what is queued, then stops; later jobs are refused."""
@@ -87,6 +92,9 @@ class InlineMover:
     def queued_bytes(self, link: str) -> int:
         return 0
 
+    def bytes_ahead(self, link: str, tenant: Hashable, session: Hashable, byte_count: int) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 
@@ -104,6 +112,9 @@ class ThreadMover:
 
     def queued_bytes(self, link: str) -> int:
         return self._links[link].queued_bytes()
+
+    def bytes_ahead(self, link: str, tenant: Hashable, session: Hashable, byte_count: int) -> int:
+        return self._links[link].bytes_ahead(tenant, session, byte_count)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Waits at most `seconds` for what is queued: a hanging disk keeps nobody from leaving."""
@@ -142,6 +153,11 @@ class _Link:
     def queued_bytes(self) -> int:
         with self._wake:
             return self._queue.queued_bytes + self._running_bytes
+
+    def bytes_ahead(self, tenant: Hashable, session: Hashable, byte_count: int) -> int:
+        with self._wake:
+            # What runs is half through, on average.
+            return self._running_bytes // 2 + self._queue.bytes_ahead(tenant, session, byte_count)
 
     def close(self) -> None:
         with self._wake:

@@ -68,25 +68,15 @@ class LinkCost(NamedTuple):
         return LinkCost(self.latency_seconds * factor, self.byte_seconds * factor)
 
 
-def chain_seconds(
-    links: Sequence[LinkCost],
-    byte_count: int,
-    chunk_bytes: int,
-    queued_bytes: Sequence[int] = (),
-) -> float:
-    """Seconds over links in a row, pipelined: T = sum L + V / min B + chunk / max B.
+def chain_fixed_seconds(links: Sequence[LinkCost], byte_count: int, chunk_bytes: int) -> float:
+    """What links in a row add to the seconds of the slowest of them.
 
-    The slowest link sets the pace; each other one adds the time of one chunk. Bytes queued at a
-    link go before ours.
+    They are pipelined: T = sum L + (Q + V) / min B + chunk / max B. The slowest one sets the pace;
+    each other one adds the time of one chunk.
     """
-    queued = queued_bytes or (0,) * len(links)
-    busy = [
-        (before + byte_count) * link.byte_seconds
-        for link, before in zip(links, queued, strict=True)
-    ]
+    fill = sorted([link.byte_seconds for link in links])[:-1]
     chunk = min(chunk_bytes, byte_count)
-    fill = [chunk * link.byte_seconds for link in links]
-    return sum(link.latency_seconds for link in links) + max(busy) + sum(fill) - max(fill)
+    return sum([link.latency_seconds for link in links]) + chunk * sum(fill)
 
 
 class RecomputePrior(NamedTuple):
@@ -234,11 +224,6 @@ class RecomputeModel(MeasuredModel):
 
     def block_value(self, cached_tokens: int, tokens: int) -> float:
         return self.cost().block_value(cached_tokens, tokens)
-
-    @property
-    def decode_cost(self) -> tuple[float, float]:
-        """Seconds a decoded token adds to a step, and each token of its context."""
-        return self._fit.coefficients[3], self._fit.coefficients[4]
 
 
 class PathModel(MeasuredModel):

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-from kvstore.core.plan import LOAD_ALL, RECOMPUTE, PlanStep, RestorePlan
+from kvstore.core.plan import LOAD_ALL, PREFIX, RECOMPUTE, RECOMPUTE_ALL, PlanStep, RestorePlan
 from kvstore.policies.candidates import best_prefix, best_split
-from kvstore.policies.timing import PREFIX, SPLIT, Costs, Cut, Prices, Segment, Situation, Timing
+from kvstore.policies.timing import SPLIT, Costs, Cut, Prices, Segment, Situation, Timing
 
-RECOMPUTE_ALL = "recompute_all"
 BUSY_MAX = 0.9
 
 
@@ -76,6 +75,20 @@ class Decision:
         return self._timing.matched - (cut.resume - cut.start)
 
     @property
+    def costs(self) -> tuple[Costs, Costs]:
+        """What it was decided by: the middle of the measurements, and 99 % of them."""
+        return self._timing.costs, self._late.costs
+
+    def compute_seconds(self, loaded: int) -> float:
+        """Predicted seconds to compute everything after `loaded` matched tokens in one go."""
+        return self._timing.after(loaded)
+
+    @property
+    def recompute_all(self) -> Alternative:
+        """The plan that loads nothing, which always competes."""
+        return next(plan for plan in self.alternatives if plan.kind == RECOMPUTE_ALL)
+
+    @property
     def link_bytes(self) -> dict[str, int]:
         """Bytes that the plan moves over each link."""
         moved = self._timing.link_bytes(self.chosen.cut)
@@ -84,9 +97,7 @@ class Decision:
     @property
     def load_seconds(self) -> tuple[float, float]:
         """Predicted seconds until all is loaded, p50 and p99: look again after the latter."""
-        return self.load_seconds_of(self.chosen.cut)
-
-    def load_seconds_of(self, cut: Cut) -> tuple[float, float]:
+        cut = self.chosen.cut
         return self._timing.load_seconds(cut), self._late.load_seconds(cut)
 
     def gain_over(self, cut: Cut) -> float:
@@ -222,23 +233,38 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"
 
 
+def waiting_in(busy_ratio: float) -> float:
+    """How many wait on average where so much of the time is taken: busy^2 / (1 - busy), M/M/1."""
+    busy = min(BUSY_MAX, max(0.0, busy_ratio))
+    return busy * busy / (1.0 - busy)
+
+
 def gpu_price(busy_ratio: float, queued_prefill_tokens: int = 0) -> float:
     """What a GPU-second costs others: nothing when idle, 1 and more when requests wait.
 
-    A second of work delays everybody who waits: busy^2 / (1 - busy) on average in an M/M/1 queue,
-    as far as that is below 1, and one more if it is known that somebody does. So no request pays
-    more than twice its own work for others.
+    A second of work delays everybody who waits: as many as that are on average, as far as they are
+    below 1, and one more if it is known that somebody does. So no request pays more than twice its
+    own work for others.
     """
-    busy = min(BUSY_MAX, max(0.0, busy_ratio))
-    return min(1.0, busy * busy / (1.0 - busy)) + (1.0 if queued_prefill_tokens > 0 else 0.0)
+    return min(1.0, waiting_in(busy_ratio)) + (1.0 if queued_prefill_tokens > 0 else 0.0)
 
 
-def link_prices(costs: Costs, busy_ratios: Mapping[str, float]) -> dict[str, float]:
+def link_price(mean_waiting: float, byte_count: int, queued_bytes: int = 0) -> float:
+    """What a second of a link costs others, for a load of so many bytes: as `gpu_price`, 0 to 2.
+
+    `mean_waiting` is how many transfers waited of late, on average. Of `queued_bytes`, those that
+    share the link with this load until it is through, each delays it and is delayed by it.
+    """
+    shared = min(1.0, queued_bytes / byte_count) if byte_count > 0 else 0.0
+    return min(1.0, mean_waiting) + shared
+
+
+def byte_prices(costs: Costs, second_prices: Mapping[str, float]) -> dict[str, float]:
     """What a byte on each link costs others: its seconds, times what a second costs them."""
     return {
-        name: costs.links[name].byte_seconds * gpu_price(busy)
-        for name, busy in busy_ratios.items()
-        if name in costs.links
+        name: costs.links[name].byte_seconds * price
+        for name, price in second_prices.items()
+        if price and name in costs.links
     }
 
 
@@ -250,7 +276,9 @@ __all__ = [
     "Prices",
     "Segment",
     "Situation",
+    "byte_prices",
     "decide",
     "gpu_price",
-    "link_prices",
+    "link_price",
+    "waiting_in",
 ]

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-from kvstore.policies.cost import CallCost, LinkCost
+from kvstore.core.plan import PREFIX
+from kvstore.policies.cost import CallCost, LinkCost, chain_fixed_seconds
 
 NONE, LAYERWISE = "none", "layerwise"
-PREFIX, SPLIT = "prefix", "split"
+SPLIT = "split"
 CHUNK_BYTES = 4 << 20
 PARTS_MAX = 8  # that plans are cut by
 CAUTION = 0.05
@@ -165,22 +166,16 @@ class Timing:
 
     def _fixed(self, paths: tuple[Path, ...]) -> float:
         """Seconds of the slowest path that don't depend on how much is loaded."""
-        longest = 0.0
+        longest, chunk = 0.0, self.situation.chunk_bytes
         for names, byte_count in paths:
             if len(names) == 1:
                 seconds = self.costs.links[names[0]].latency_seconds
             else:
-                seconds = self._chain_seconds(names, byte_count)
+                links = [self.costs.links[name] for name in names]
+                seconds = chain_fixed_seconds(links, byte_count, chunk)
             if seconds > longest:
                 longest = seconds
         return longest
-
-    def _chain_seconds(self, names: tuple[str, ...], byte_count: int) -> float:
-        """All latencies, and a chunk's time on all links but the slowest."""
-        links = [self.costs.links[name] for name in names]
-        fill = sorted([link.byte_seconds for link in links])[:-1]
-        chunk = min(self.situation.chunk_bytes, byte_count)
-        return sum([link.latency_seconds for link in links]) + chunk * sum(fill)
 
     def after(self, loaded: int) -> float:
         """Seconds to compute everything after `loaded` tokens in one go."""

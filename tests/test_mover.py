@@ -115,6 +115,27 @@ def test_tenants_and_sessions_share_fairly() -> None:
     mover.close()
 
 
+def test_it_is_known_what_goes_first() -> None:
+    """Of others' queues only what fair turns let go first is ahead, of one's own all, and half of
+    what runs.
+    """
+    owner, jobs = Owner(), Jobs()
+    mover, go = blocked(owner, jobs, 1 << 40)
+    turn = 4 << 20
+    for n in range(20):
+        mover.submit(jobs.make(("flood", n), turn, "a", 1))
+    mover.submit(jobs.make("own", turn, "a", 2))
+    mover.submit(jobs.make("small", 1000, "b", 3))
+    # Tenant b's 1,000 bytes; a turn of the flood for each begun turn of its own, after its own.
+    assert mover.bytes_ahead("l", "a", 2, 1000) == turn + 2 * turn + 1000
+    assert mover.bytes_ahead("l", "a", 4, 3 * turn) == 3 * turn + turn + 1000
+    assert mover.bytes_ahead("l", "a", 1, 1000) == 20 * turn + turn + 1000
+    assert mover.bytes_ahead("l", "b", 3, turn) == 1000 + 2 * turn
+    go.set()
+    mover.close()
+    assert mover.bytes_ahead("l", "a", 2, 1000) == 0
+
+
 def test_closing_runs_what_is_queued() -> None:
     """Close ends after the last queued job; later ones are refused."""
     owner, jobs = Owner(), Jobs()

@@ -90,6 +90,20 @@ class Located:
             if low < high:
                 self.inline.append(range(low, high))
 
+    def shorten(self, kept: range) -> None:
+        """Only these blocks of the only range are wanted any more."""
+        count, self.ranges = len(kept), (kept,)
+        self.runs = [
+            (at, min(n, count - at), pool, page, generation)
+            for at, n, pool, page, generation in self.runs
+            if at < count
+        ]
+        self.inline = [
+            range(blocks.start, min(blocks.stop, kept.stop))
+            for blocks in self.inline
+            if blocks.start < kept.stop
+        ]
+
     def missing(self) -> list[range]:
         """Blocks whose slot is not known yet."""
         if self.complete:

@@ -10,7 +10,14 @@ from kvstore.client.located import Located
 from kvstore.client.session import Attachment
 from kvstore.client.wire import plan_of
 from kvstore.core.errors import LeaseLost
-from kvstore.core.plan import LOAD_ALL, RECOMPUTE, RestorePlan
+from kvstore.core.plan import (
+    LOAD_ALL,
+    PREFIX,
+    RECOMPUTE,
+    RECOMPUTE_ALL,
+    PlanStep,
+    RestorePlan,
+)
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 
@@ -41,6 +48,7 @@ class Match:
         self._ranges: tuple[range, ...] | None = None
         self._block_count: int | None = None
         self._located: Located | None = None
+        self._left_out = ""
 
     @property
     def pending_tokens(self) -> int:
@@ -50,7 +58,7 @@ class Match:
     @property
     def reason(self) -> str:
         text: str = self._response.reason
-        return text
+        return self._left_out or text
 
     @cached_property
     def plan(self) -> RestorePlan:
@@ -69,6 +77,19 @@ class Match:
                 ]
             self._ranges = _block_ranges(loads, self._block_size)
         return self._ranges
+
+    def shorten(self, block: int, why: str) -> None:
+        """Leaves out the blocks of the only range from `block` on, which cannot be had."""
+        (blocks,) = self.ranges
+        if block >= blocks.stop:
+            return
+        kept = range(blocks.start, max(block, blocks.start))
+        end = max(self._local_tokens, kept.stop * self._block_size)
+        self._ranges, self._block_count = (kept,), len(kept)
+        self.restore_tokens = end - self._local_tokens
+        self._left_out = f"{self._response.reason}; blocks from {block} on are left out: {why}"
+        self.plan = shortened(self.plan, end)
+        self.located.shorten(kept)
 
     @property
     def block_count(self) -> int:
@@ -130,6 +151,18 @@ class Match:
             f"Match(matched_tokens={self.matched_tokens}, restore_tokens={self.restore_tokens}, "
             f"pending_tokens={self.pending_tokens}, reason={self.reason!r})"
         )
+
+
+def shortened(plan: RestorePlan, end: int) -> RestorePlan:
+    """A plan of one stretch of loads with everything from token `end` on recomputed."""
+    steps, last = [], 0
+    for step in plan.steps:
+        last = step.first_token + step.token_count
+        kept = min(last, end) - step.first_token
+        if step.source != RECOMPUTE and kept > 0:
+            steps.append(PlanStep(step.first_token, kept, step.source))
+    kind = PREFIX if steps else RECOMPUTE_ALL
+    return RestorePlan(kind, (*steps, PlanStep(end, last - end, RECOMPUTE)))
 
 
 def _block_ranges(loads: list[tuple[int, int]], size: int) -> tuple[range, ...]:

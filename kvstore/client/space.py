@@ -108,8 +108,13 @@ class Space:
             lease = session.leases.hold(lease_id, request_id or "", before, ttl)
         return Match(response, attachment, lease, spec.block_size, local_tokens)
 
-    def restore(self, match: Match) -> list[memoryview]:
+    def restore(self, match: Match, *, partial: bool = False) -> list[memoryview]:
         """A read-only view of each block that the plan loads; waits until all are in memory.
+
+        Raises NotFound if one cannot be had, or comes so late that computing all is faster. With
+        `partial` the blocks before it are restored then, and `match` says which those are:
+        `ranges`, `restore_tokens` and `reason` change. Ranks of an engine have to agree on the
+        fewest. A split is never restored in part.
 
         The views are the store's own memory: what was read is right only if `match.check()`
         passes afterwards, and they must not be read after `match.release()`. They are copies where
@@ -118,7 +123,9 @@ class Space:
         if not match.block_count:
             return []
         attachment = self._readable(match)
-        located = self._place(match) if attachment.pools else None
+        located = self._place(match, partial) if attachment.pools else None
+        if not match.block_count:
+            return []
         if located is None or located.inline:
             copies = np.empty((match.block_count, attachment.block_bytes), np.uint8)
             self.restore_into(match, copies)
@@ -127,12 +134,13 @@ class Space:
         match.check()
         return views
 
-    def restore_into(self, match: Match, buffers: Buffers) -> None:
+    def restore_into(self, match: Match, buffers: Buffers, *, partial: bool = False) -> None:
         """Copies the blocks that the plan loads into `buffers` and makes sure of them.
 
         `buffers` is one contiguous writable buffer of exactly `match.block_count` blocks, or a
         sequence of one buffer a block. Raises LeaseLost when the bytes may be others by now;
-        what is in the buffers then is worthless.
+        what is in the buffers then is worthless. With `partial`, as in `restore`, only the first
+        `match.block_count` buffers are filled, by what that is afterwards.
         """
         attachment, count = self._readable(match), match.block_count
         first = match.ranges[0].start if count else 0
@@ -143,11 +151,11 @@ class Space:
         if not attachment.pools:
             inline.fetch(match, target, self._link.timeouts.put_seconds)
             return
-        self._copy(match, target)
+        self._copy(match, target, partial)
 
-    def _copy(self, match: Match, target: BlockBuffers) -> None:
+    def _copy(self, match: Match, target: BlockBuffers, partial: bool) -> None:
         """Copies from the pools, and has sent what the daemon had no room for in them."""
-        located = self._place(match)
+        located = self._place(match, partial)
         located.copy(target)
         match.check()
         for blocks in located.inline:
@@ -159,27 +167,32 @@ class Space:
             match.check_lease()
         return match.attachment
 
-    def _place(self, match: Match) -> Located:
+    def _place(self, match: Match, partial: bool = False) -> Located:
         """Where the blocks lie, once the daemon has brought what was in no pool yet."""
-        located = match.located
+        located, partial = match.located, partial and len(match.ranges) == 1
         if located.complete:
             return located
         for blocks in located.missing():
             assert match.lease is not None
+            if blocks.start >= match.ranges[-1].stop:
+                break  # behind what was left out meanwhile
             request = pb.RestoreRequest(
-                lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks)
-            )
+                lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks),
+                partial=partial,
+            )  # fmt: skip
             limit = self._link.timeouts.put_seconds
             for part in match.attachment.session.stream("Restore", request, limit):
                 if part.inline:
                     located.send_inline(part.first_block, part.block_count)
-                elif part.failed_reason:
+                elif not part.failed_reason:
+                    located.add(part.first_block, part.slots)
+                elif partial:
+                    match.shorten(part.first_block, part.failed_reason)
+                else:
                     raise NotFound(
                         f"blocks {part.first_block} to {part.first_block + part.block_count - 1} "
                         f"cannot be had: {part.failed_reason}; recompute them"
                     )
-                else:
-                    located.add(part.first_block, part.slots)
         if left := located.missing():
             raise NotFound(f"the daemon did not say where block {left[0].start} is; recompute it")
         return located
@@ -284,7 +297,7 @@ class Space:
     def report_step(
         self,
         seconds: float,
-        prefill: Iterable[tuple[int, int]] = (),
+        prefill: Iterable[tuple[int, int] | tuple[int, int, str]] = (),
         *,
         decode_tokens: int = 0,
         decode_context_tokens: int = 0,
@@ -292,11 +305,15 @@ class Space:
     ) -> None:
         """Measured seconds of one engine step.
 
-        `prefill` holds (new tokens, cached tokens) of each sequence; `clock` says how the time
-        was taken: `device`, `cpu` or `wall`.
+        `prefill` holds (new tokens, cached tokens) of each sequence, and the `request_id` of its
+        lookup as a third if the daemon shall tell what its plan took; `clock` says how the time was
+        taken: `device`, `cpu` or `wall`.
         """
         attachment = self._link.attachment(self)
-        parts = [pb.PrefillPart(new_tokens=new, cached_tokens=cached) for new, cached in prefill]
+        parts = [
+            pb.PrefillPart(new_tokens=new, cached_tokens=cached, request_id="".join(request))
+            for new, cached, *request in prefill
+        ]
         request = pb.ReportStepRequest(
             attachment=attachment.number,
             seconds=seconds,

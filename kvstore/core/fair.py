@@ -14,10 +14,11 @@ QUANTUM_BYTES = 4 << 20
 class _Lane(Generic[T]):
     """One tenant's or session's share: what it has waiting, and what it may still send now."""
 
-    __slots__ = ("deficit", "items", "lanes")
+    __slots__ = ("deficit", "items", "lanes", "queued_bytes")
 
     def __init__(self) -> None:
         self.deficit = 0
+        self.queued_bytes = 0
         self.items: deque[tuple[int, T]] = deque()
         self.lanes: OrderedDict[Hashable, _Lane[T]] = OrderedDict()
 
@@ -43,8 +44,11 @@ class FairQueue(Generic[T]):
         """Queues `item`; False when the queue is full."""
         if self._count and self.queued_bytes + size > self.limit_bytes:
             return False
-        lane = self._tenants.setdefault(tenant, _Lane()).lanes.setdefault(session, _Lane())
+        share = self._tenants.setdefault(tenant, _Lane())
+        lane = share.lanes.setdefault(session, _Lane())
         lane.items.append((size, item))
+        lane.queued_bytes += size
+        share.queued_bytes += size
         self.queued_bytes += size
         self._count += 1
         return True
@@ -57,10 +61,28 @@ class FairQueue(Generic[T]):
         size, item = session.items.popleft()
         session.deficit -= size
         tenant.deficit -= size
+        session.queued_bytes -= size
+        tenant.queued_bytes -= size
         self.queued_bytes -= size
         self._count -= 1
         self._retire(tenant, session)
         return item
+
+    def bytes_ahead(self, tenant: Hashable, session: Hashable, size: int) -> int:
+        """Of what is queued, the bytes that go before the last of `size` bytes pushed now.
+
+        Others get as much as we do until then, rounded up to a whole turn, or all they have.
+        """
+        own = self._tenants.get(tenant)
+        lanes: OrderedDict[Hashable, _Lane[T]] = own.lanes if own is not None else OrderedDict()
+        mine = lanes.get(session)
+        before = mine.queued_bytes if mine is not None else 0
+        ahead = before + self._shares(lanes, session, before + size)
+        return ahead + self._shares(self._tenants, tenant, ahead + size)
+
+    def _shares(self, lanes: OrderedDict[Hashable, _Lane[T]], own: Hashable, size: int) -> int:
+        most = -(-size // self._quantum) * self._quantum
+        return sum([min(lane.queued_bytes, most) for key, lane in lanes.items() if key != own])
 
     def _turn(self, lanes: OrderedDict[Hashable, _Lane[T]]) -> _Lane[T]:
         """The lane whose turn it is; lanes that spent their share go to the back with a new one."""

@@ -10,7 +10,9 @@ import numpy as np
 from kvstore.core.keys import EMPTY_CHAIN, Chain
 
 RECOMPUTE = "recompute"
-LOAD_ALL = "load_all"  # kind of a plan that loads everything the engine does not have
+# Kinds of plans that are not splits: everything that the engine does not have, what is in front
+# of the rest, nothing.
+LOAD_ALL, PREFIX, RECOMPUTE_ALL = "load_all", "prefix", "recompute_all"
 
 
 class BlockOutcome(IntEnum):

@@ -166,6 +166,7 @@ class EngineCalls:
         self._store.costs.report_step(
             attachment, request.seconds, prefill, request.decode_tokens,
             request.decode_context_tokens,
+            [translate.text("prefill.request_id", part.request_id) for part in request.prefill],
         )  # fmt: skip
         return pb.ReportStepResponse()
 

@@ -40,7 +40,9 @@ class Restores:
         stream = _Restore(lease, emit, done, lambda ended: self._forget(key, ended))
         self._running.setdefault(key, []).append(stream)
         try:
-            stream.follow(self._store.restore(session, lease.id, first, count, stream.emit))
+            stream.follow(
+                self._store.restore(session, lease.id, first, count, stream.emit, request.partial)
+            )
         except BaseException:
             stream.stop()
             raise

@@ -25,6 +25,7 @@ from kvstore.policies.cost import (
     RecomputeIdentity,
     RecomputeModel,
 )
+from kvstore.store.link_use import LinkUse
 from kvstore.store.sessions import Attachment
 
 SAMPLES_MIN = 8  # measurements before a model decides anything
@@ -43,13 +44,19 @@ ENGINE_PRIOR = LinkCost.of(20e-6, 20e9)
 
 
 class UnderWay(NamedTuple):
-    """A transfer that is not over; `counted` is how long it had taken when it last counted."""
+    """A transfer that is not over; `counted` is how long it had taken when it last counted.
+
+    Of one in several parts, `due_bytes` are those that have come and the part that comes next,
+    `told_bytes` those that had come when a part last counted.
+    """
 
     identity: LinkIdentity
     began: float
     byte_count: int
     queued_bytes: int
     counted: float = 0.0
+    due_bytes: int = 0
+    told_bytes: int = 0
 
 
 class CostBook:
@@ -63,6 +70,8 @@ class CostBook:
         self._upward: dict[str, PathModel] = {}  # by the engine's device
         self._under_way: dict[int, UnderWay] = {}
         self._begun = 0
+        # Of links that have models, and of no others.
+        self._uses: dict[LinkIdentity | RecomputeIdentity, LinkUse] = {}
         self._saved: dict[tuple[Any, ...], Any] = {}  # of what has not turned up yet
         self._written: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self.read_link = LinkIdentity(READ_LINK, disk)
@@ -98,11 +107,33 @@ class CostBook:
         """A transfer of the daemon's own begins; answers with what `end_transfer` calls it."""
         self._begun += 1
         self._under_way[self._begun] = under_way
+        self._use(under_way.identity, under_way.began).change(under_way.began, 1)
         return self._begun
+
+    def part_arrived(self, number: int, now: float, arrived_bytes: int, due_bytes: int) -> None:
+        """Leading parts of a transfer are there; `due_bytes` will be with the next.
+
+        Until the model is fitted they count like a transfer of their own, each twice the last.
+        """
+        one = self._under_way[number]
+        model = self.link(one.identity)
+        counts = not one.queued_bytes and 2 * one.told_bytes <= arrived_bytes < one.byte_count
+        if counts and (model is None or model.state.name != "fitted"):
+            self.observe_transfer(one.identity, now - one.began, arrived_bytes)
+            one = one._replace(told_bytes=arrived_bytes)
+        self._under_way[number] = one._replace(due_bytes=due_bytes)
+
+    def transfer_is_late(self, number: int, now: float) -> None:
+        """A transfer is not waited for any more: it takes at least as long as it has."""
+        one = self._under_way[number]
+        if now - one.began > one.counted:
+            due = one.due_bytes or one.byte_count
+            self.observe_transfer(one.identity, now - one.began, due, one.queued_bytes)
 
     def end_transfer(self, number: int, now: float, is_whole: bool) -> None:
         """It is over; one that failed half way says nothing about the time it takes."""
         one = self._under_way.pop(number)
+        self._use(one.identity, now).change(now, -1)
         if is_whole:
             seconds = now - one.began
             self.observe_transfer(one.identity, seconds, one.byte_count, one.queued_bytes)
@@ -113,9 +144,27 @@ class CostBook:
             model, seconds = self.link(one.identity), now - one.began
             if model is None or model.sample_count < SAMPLES_MIN or seconds < 2 * one.counted:
                 continue
-            if model.observe_overdue(seconds, one.byte_count, one.queued_bytes):
+            due = one.due_bytes or one.byte_count
+            if model.observe_overdue(seconds, due, one.queued_bytes):
                 self._under_way[number] = one._replace(counted=seconds)
                 self.changed = True
+
+    # ---- Use ----
+
+    def waiting(self, identity: LinkIdentity | RecomputeIdentity, now: float) -> float:
+        """How many transfers over a link waited for others of late, on average."""
+        use = self._uses.get(identity)
+        return use.waiting(now) if use is not None else 0.0
+
+    def used(self, identity: LinkIdentity, now: float, seconds: float) -> None:
+        """A link that others watch was busy for so long until now."""
+        self._use(identity, now).was_busy(now, seconds)
+
+    def _use(self, identity: LinkIdentity, now: float) -> LinkUse:
+        use = self._uses.get(identity)
+        if use is None:
+            use = self._uses[identity] = LinkUse(now)
+        return use
 
     def _check_room(self, models: Any, what: str) -> None:
         if len(models) >= MODELS_MAX:
@@ -255,12 +304,18 @@ class CostKeeper:
 
     def report_step(
         self, attachment: Attachment, seconds: float, prefill: Sequence[tuple[int, int]],
-        decode_tokens: int = 0, decode_context_tokens: int = 0,
+        decode_tokens: int = 0, decode_context_tokens: int = 0, request_ids: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """A step that an engine measured, of (new, cached) tokens of each prompt in it."""
+        """A step that an engine measured, of (new, cached) tokens of each prompt in it.
+
+        `request_ids` has the request of each, empty where the engine does not tell.
+        """
         self._parts.costs.observe_step(
             attachment.recompute_identity, seconds, prefill, decode_tokens, decode_context_tokens
         )
+        for request_id, (new, cached) in zip(request_ids, prefill, strict=False):
+            if request_id:
+                self._parts.decisions.computed(attachment, request_id, seconds, new, cached)
 
     def report_transfer(
         self, attachment: Attachment, link: str, byte_count: int, seconds: float,
@@ -272,9 +327,9 @@ class CostKeeper:
                 f"link is {link!r}, which the daemon measures itself; pass one of the engine's, "
                 "such as 'host>hbm'"
             )
-        self._parts.costs.observe_transfer(
-            LinkIdentity(link, attachment.device), seconds, byte_count
-        )
+        identity, book = LinkIdentity(link, attachment.device), self._parts.costs
+        book.observe_transfer(identity, seconds, byte_count)
+        book.used(identity, self._parts.clock.now(), seconds)
         lease = attachment.engine.leases.get(lease_id)
         if lease is not None and lease.decision is not None and link.startswith(UPWARD):
             lease.decision.copied(attachment.session.id, seconds)

@@ -30,13 +30,34 @@ class Outcome:
         self.regret_seconds = regret_seconds
 
 
+class Computed:
+    """The steps in which an engine computed a prompt, as `reporter`, one of its ranks, told them.
+
+    `tokens` are there now; None once others than these steps had a part in it.
+    """
+
+    __slots__ = ("reporter", "seconds", "tokens")
+
+    def __init__(self, reporter: int, tokens: int) -> None:
+        self.reporter = reporter
+        self.tokens: int | None = tokens
+        self.seconds = 0.0
+
+    def add(self, reporter: int, seconds: float, new: int, cached: int, slack: int) -> None:
+        if reporter != self.reporter or self.tokens is None:
+            return
+        # Less than there was is a prompt that had to begin again, which took its time, too.
+        self.tokens = cached + new if cached <= self.tokens + slack else None
+        self.seconds += seconds
+
+
 class Entry:
     """One lookup's decision and the numbers it was taken by."""
 
     __slots__ = (
-        "began", "chain", "ended", "failed_blocks", "given_up", "identity", "matched_tokens",
-        "pending_tokens", "plan", "reason", "request_id", "root_digest", "space", "symbol_bytes",
-        "taken", "transfers", "wall_seconds",
+        "began", "chain", "computed", "cut_reason", "ended", "failed_blocks", "identity",
+        "kept_blocks", "matched_tokens", "pending_tokens", "plan", "reason", "request_id",
+        "root_digest", "space", "symbol_bytes", "taken", "transfers", "wall_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +83,10 @@ class Entry:
         self.began: float | None = None  # of its restores from disk
         self.ended: float | None = None
         self.failed_blocks = 0
-        self.given_up = False
+        # Of a restore that was cut short because it was late: blocks that its client still uses.
+        self.kept_blocks: int | None = None
+        self.cut_reason = ""
+        self.computed: Computed | None = None  # of a plan to recompute all
         self.transfers: dict[int, float] | None = None  # seconds of copies, by session
 
     @property
@@ -76,6 +100,10 @@ class Entry:
             self.transfers = {}
         self.transfers[session] = self.transfers.get(session, 0.0) + seconds
 
+    def cut(self, kept_blocks: int, reason: str) -> None:
+        """A restore of the match was late, and ends before its plan does."""
+        self.kept_blocks, self.cut_reason = kept_blocks, reason
+
     @property
     def needs_disk(self) -> bool:
         return any(step.source == "disk" for step in self.plan.steps)
@@ -83,22 +111,48 @@ class Entry:
     def outcome(self) -> Outcome | None:
         """What was measured of a plan that was carried out; None where that is not known.
 
-        The daemon sees loads: what is computed after them counts as predicted.
+        Of plans that load, the loads: what is computed after them counts as predicted. Of one that
+        recomputes all, the steps, if the engine told whose they were: what it waits for before
+        them counts as predicted.
         """
         decision = self.decision
-        if decision is None or decision.kind == RECOMPUTE_ALL or self.failed_blocks:
+        if decision is None:
             return None
+        if decision.kind == RECOMPUTE_ALL:
+            seconds = self._computed_seconds(decision)
+            return None if seconds is None else Outcome(0.0, seconds, decision.regret(seconds))
+        load = self._load_seconds()
+        if load is None or (self.failed_blocks and self.kept_blocks is None):
+            return None
+        seconds = self._whole_seconds(decision, load)
+        return Outcome(load, seconds, decision.regret(seconds))
+
+    def _computed_seconds(self, decision: Decision) -> float | None:
+        done, situation = self.computed, decision.situation
+        end = situation.local_tokens + situation.matched_tokens + situation.new_tokens
+        if done is None or done.tokens is None or done.tokens < end:
+            return None
+        return decision.chosen.p50_seconds - decision.compute_seconds(0) + done.seconds
+
+    def _load_seconds(self) -> float | None:
         load = max(self.transfers.values()) if self.transfers else 0.0
         if self.needs_disk:
             if self.began is None or self.ended is None:
                 return None
             load += self.ended - self.began
-        chosen, predicted = decision.chosen, decision.load_seconds[0]
-        seconds = chosen.p50_seconds + load - predicted
-        if chosen.cut.resume < decision.situation.matched_tokens:
+        return load
+
+    def _whole_seconds(self, decision: Decision, load: float) -> float:
+        chosen, situation = decision.chosen, decision.situation
+        if self.kept_blocks is not None:
+            # What did not come is computed after that.
+            kept = self.kept_blocks * situation.block_size - situation.local_tokens
+            return load + decision.compute_seconds(max(0, kept))
+        seconds = chosen.p50_seconds + load - decision.load_seconds[0]
+        if chosen.cut.resume < situation.matched_tokens:
             # What is computed meanwhile may take longer than what is loaded.
             seconds = max(chosen.p50_seconds, seconds)
-        return Outcome(load, seconds, decision.regret(seconds))
+        return seconds
 
 
 class DecisionLog:
@@ -170,18 +224,39 @@ class DecisionLog:
                 return entry
         return None
 
+    def computed(
+        self, attachment: Attachment, request_id: str, seconds: float, new: int, cached: int
+    ) -> None:
+        """A step of an engine computed a part of a request's prompt; the last one tells the rest.
+
+        Counted once, for a decision to recompute all of it.
+        """
+        entry = self._by_request.get(request_id)
+        decision = entry.decision if entry is not None else None
+        if entry is None or decision is None or decision.kind != RECOMPUTE_ALL:
+            return
+        if entry.space is not attachment.space or entry.outcome() is not None:
+            return
+        situation, session = decision.situation, attachment.session.id
+        if entry.computed is None:
+            entry.computed = Computed(session, situation.local_tokens)
+        entry.computed.add(session, seconds, new, cached, situation.block_size)
+        self._count(entry)
+
     def restore_ended(self, entry: Entry, failed_blocks: int) -> None:
         """A restore of the decision's match is over; others of it may follow."""
         entry.ended = self._clock.now()
         entry.failed_blocks += failed_blocks
 
     def lease_ended(self, entry: Entry | None) -> None:
-        """Nothing more will be heard of a decision: counts what came of it."""
-        outcome = entry.outcome() if entry is not None else None
-        if entry is None or outcome is None:
+        """Nothing more will be heard of a decision that loads: counts what came of it."""
+        if entry is not None:
+            self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        outcome, decision = entry.outcome(), entry.decision
+        if outcome is None or decision is None:
             return
-        decision = entry.decision
-        assert decision is not None
         self._recorder.plan_ended(
             decision.kind, decision.chosen.p50_seconds, outcome.seconds, outcome.regret_seconds
         )

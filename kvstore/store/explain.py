@@ -125,7 +125,8 @@ def _request(decision: Decision) -> Document:
 
 def _costs(decision: Decision, taken: Plan) -> Document:
     """The models' coefficients and states."""
-    p50, p99 = taken.costs
+    p50, p99 = decision.costs
+    situation = decision.situation
     call, late = p50.call._asdict(), p99.call._asdict()
     late = {f"p99_{name}": value for name, value in late.items()}
     return {
@@ -135,7 +136,8 @@ def _costs(decision: Decision, taken: Plan) -> Document:
                 **_link(cost, ""),
                 **_link(p99.links[name], "p99_"),
                 **_state(taken.states[name]),
-                "queued_bytes": decision.situation.queued_bytes.get(name, 0),
+                "queued_bytes": situation.queued_bytes.get(name, 0),
+                "second_price": _second_price(situation.prices.link_byte.get(name, 0.0), cost),
             }
             for name, cost in p50.links.items()
         },
@@ -151,6 +153,11 @@ def _link(cost: LinkCost, prefix: str) -> Document:
     return {
         f"{prefix}latency_seconds": cost.latency_seconds, f"{prefix}bytes_per_second": speed,
     }  # fmt: skip
+
+
+def _second_price(byte_price: float, cost: LinkCost) -> float:
+    """Seconds that a second of the link costs others."""
+    return byte_price / cost.byte_seconds if byte_price else 0.0
 
 
 def _alternative(decision: Decision, other: Alternative) -> Document:
@@ -177,5 +184,7 @@ def _outcome(entry: Entry) -> Document:
         "measured_seconds": None if outcome is None else outcome.seconds,
         "regret_seconds": None if outcome is None else outcome.regret_seconds,
         "failed_blocks": entry.failed_blocks,
-        "was_given_up": entry.given_up,
+        "was_cut_short": entry.kept_blocks is not None,
+        "kept_blocks": entry.kept_blocks,
+        "cut_reason": entry.cut_reason,
     }

@@ -39,20 +39,25 @@ def _answer(document: Document) -> Rows:
 
 def _outcome(document: Document) -> Rows:
     outcome = document["outcome"]
-    if outcome["was_given_up"]:
-        yield "outcome", "given up: it was behind its plan, and to recompute was faster"
+    if outcome["was_cut_short"]:
+        kept = outcome["kept_blocks"]
+        what = f"cut short after {kept:,} blocks" if kept else "given up"
+        yield "outcome", f"{what}: {outcome['cut_reason']}"
     elif outcome["failed_blocks"]:
         yield "outcome", f"{outcome['failed_blocks']:,} blocks could not be had"
-    elif outcome["measured_seconds"] is not None:
+    if outcome["measured_seconds"] is not None:
+        loads = ""
+        if outcome["load_seconds"]:
+            predicted = _ms(document["load_p50_seconds"])
+            loads = f"loads took {_ms(outcome['load_seconds'])} (predicted {predicted}), so "
         yield (
-            "outcome",
+            "" if outcome["was_cut_short"] else "outcome",
             (
-                f"loads took {_ms(outcome['load_seconds'])} (predicted "
-                f"{_ms(document['load_p50_seconds'])}), so the first token "
-                f"{_ms(outcome['measured_seconds'])}; regret {_ms(outcome['regret_seconds'])}"
+                f"{loads}the first token took {_ms(outcome['measured_seconds'])}; regret "
+                f"{_ms(outcome['regret_seconds'])}"
             ),
         )
-    else:
+    elif not outcome["failed_blocks"]:
         yield "outcome", "not measured"
 
 
@@ -92,9 +97,14 @@ def _models(document: Document) -> Rows:
                 f"{_ms(link['latency_seconds'])} and {_speed(link['bytes_per_second'])}, "
                 f"99 %: {_ms(link['p99_latency_seconds'])} and "
                 f"{_speed(link['p99_bytes_per_second'])}; "
-                f"{format_bytes(link['queued_bytes'])} queued; {_state(link)}"
+                f"{format_bytes(link['queued_bytes'])} ahead{_priced(link)}; {_state(link)}"
             ),
         )
+
+
+def _priced(link: Document) -> str:
+    price = link["second_price"]
+    return f", a second of it costs others {price:.3g} s" if price else ""
 
 
 def _alternatives(document: Document) -> Rows:

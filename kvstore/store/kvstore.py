@@ -224,9 +224,10 @@ class KVStore(OperatorCalls):
         first_block: int,
         block_count: int,
         emit: Callable[[Slots | FailedBlocks], None],
+        keeps_part: bool = False,
     ) -> Completion[None]:
         self.parts.leases.flush()
-        return self._restores.restore(session, lease_id, first_block, block_count, emit)
+        return self._restores.restore(session, lease_id, first_block, block_count, emit, keeps_part)
 
     def read_block(
         self, session: Session, lease_id: int, block: int

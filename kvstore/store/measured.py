@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from kvstore.core.clock import Clock
 from kvstore.mover import READ_LINK, WRITE_LINK, Job, Moved, Mover
 from kvstore.store.costs import CostBook, UnderWay
@@ -10,8 +12,8 @@ from kvstore.store.costs import CostBook, UnderWay
 class MeasuredMover:
     """Passes jobs on, and measures each from its submission until its owner hears of it.
 
-    So a measurement has everything in it that a restore waits for: the bytes queued ahead, the
-    worker, and the owner's own turn.
+    So a measurement has everything in it that one waits for: the bytes queued ahead, the worker,
+    and the owner's own turn. Jobs that are parts of a restore are measured with it, as a whole.
     """
 
     def __init__(self, mover: Mover, clock: Clock, book: CostBook) -> None:
@@ -22,9 +24,10 @@ class MeasuredMover:
 
     def submit(self, job: Job) -> bool:
         identity = self._identities.get(job.link)
-        if identity is None or not job.byte_count:
+        if identity is None or not job.byte_count or not job.is_measured:
             return self._mover.submit(job)
-        queued, done = self._mover.queued_bytes(job.link), job.done
+        done = job.done
+        queued = self._mover.bytes_ahead(job.link, job.tenant, job.session, job.byte_count)
         number = self._book.begin_transfer(
             UnderWay(identity, self._clock.now(), job.byte_count, queued)
         )
@@ -42,6 +45,9 @@ class MeasuredMover:
 
     def queued_bytes(self, link: str) -> int:
         return self._mover.queued_bytes(link)
+
+    def bytes_ahead(self, link: str, tenant: Hashable, session: Hashable, byte_count: int) -> int:
+        return self._mover.bytes_ahead(link, tenant, session, byte_count)
 
     def close(self) -> None:
         self._mover.close()

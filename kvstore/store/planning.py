@@ -14,16 +14,15 @@ from kvstore.core.plan import LOAD_ALL, RECOMPUTE, Ask, PlanStep, RestorePlan, S
 from kvstore.mover import READ_LINK
 from kvstore.policies.cost import P50, P99, LinkCost, PathModel, RecomputeModel
 from kvstore.policies.fitting import State
-from kvstore.policies.planner import RECOMPUTE_ALL, Decision, decide, gpu_price
+from kvstore.policies.planner import Decision, byte_prices, decide, gpu_price, link_price
 from kvstore.policies.timing import Costs, Cut, Prices, Segment, Situation
 from kvstore.store.costs import SAMPLES_MIN
 from kvstore.store.parts import DISK, HOST, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
 
-IN_HOST = TIER_NAMES[HOST]
+IN_HOST, ON_DISK = TIER_NAMES[HOST], TIER_NAMES[DISK]
 SEGMENTS_MAX = 4  # that are planned one by one: a plan takes longer with each
-SLACK_SECONDS = 5e-3  # a restore is not late before that
-NOTHING_ARRIVED = 0.5  # pieces: half of the first is believed to be there
+FREE = Prices()
 
 Span = tuple[int, int]  # first token, token after the last
 
@@ -36,8 +35,7 @@ class Plan(NamedTuple):
     lease_blocks: int
     reason: str
     decision: Decision | None = None
-    costs: tuple[Costs, ...] = ()  # p50 and p99, and the states of the models they are from
-    states: Mapping[str, State] = {}
+    states: Mapping[str, State] = {}  # of the models that it was decided by
 
 
 class Planner:
@@ -70,15 +68,14 @@ class Planner:
         if missing or engine is None:
             reason = f"{_loads(loads)}; not measured yet: {missing}"
             return load_all(loads, matched, local, pending, block_size, reason)
-        situation = self._situation(attachment, ask, loads, matched, local, links)
-        costs = tuple(
+        p50, p99 = [
             Costs(engine.cost(share), _link_costs(links, share, attachment)) for share in (P50, P99)
-        )
-        decision = decide(situation, *costs)
+        ]
+        situation = self._situation(attachment, ask, loads, matched, local, links, p50)
+        decision = decide(situation, p50, p99)
         states = {"recompute": engine.state}
         states.update((name, model.state) for name, model in links.items() if model is not None)
-        plan = _planned(decision, loads, matched, pending, block_size)
-        return plan._replace(costs=costs, states=states)
+        return _planned(decision, loads, matched, pending, block_size)._replace(states=states)
 
     def _links(
         self, loads: Sequence[PlanStep], upward: PathModel | None
@@ -86,7 +83,7 @@ class Planner:
         """The links that the loads cross, by name."""
         links: dict[str, PathModel | None] = {}
         costs = self._parts.costs
-        if any(step.source == TIER_NAMES[DISK] for step in loads):
+        if any(step.source == ON_DISK for step in loads):
             links[READ_LINK] = costs.link(costs.read_link)
         if upward is not None:
             links[upward.identity[0]] = upward
@@ -94,14 +91,19 @@ class Planner:
 
     def _situation(
         self, attachment: Attachment, ask: Ask, loads: Sequence[PlanStep], matched: int,
-        local: int, links: Mapping[str, PathModel | None],
+        local: int, links: Mapping[str, PathModel | None], costs: Costs,
     ) -> Situation:  # fmt: skip
         space = attachment.space
         token_bytes = space.block_bytes * space.shard_count / space.block_size
         busy, waiting = ask.gpu_busy_ratio, ask.queued_prefill_tokens
         queued = {}
+        size = round(token_bytes * sum(s.token_count for s in loads if s.source == ON_DISK))
         if READ_LINK in links:
-            queued[READ_LINK] = self._parts.mover.queued_bytes(READ_LINK)
+            queued[READ_LINK] = self._parts.mover.bytes_ahead(
+                READ_LINK, space.tenant, attachment.session.id, size
+            )
+        taken = byte_prices(costs, self._link_prices(links, size, queued))
+        gpu = gpu_price(busy, waiting) if busy or waiting else 0.0
         aligned = local - local % space.block_size
         return Situation(
             tuple(_segments(loads, aligned, token_bytes, tuple(links))),
@@ -111,11 +113,22 @@ class Planner:
             shapes=attachment.shapes,
             overlap=attachment.overlap,
             deadline_seconds=ask.deadline_seconds,
-            prices=Prices(gpu_price(busy, waiting)) if busy or waiting else Prices(),
+            prices=Prices(gpu, taken) if gpu or taken else FREE,
             queued_bytes=queued,
             queued_prefill_tokens=waiting,
             prefill_chunk_tokens=attachment.prefill_chunk_tokens,
         )
+
+    def _link_prices(
+        self, links: Mapping[str, PathModel | None], byte_count: int, queued: Mapping[str, int]
+    ) -> dict[str, float]:
+        """What a second of each link costs others, by its use of late and what is under way."""
+        now, book = self._parts.clock.now(), self._parts.costs
+        return {
+            name: link_price(book.waiting(model.identity, now), byte_count, queued.get(name, 0))
+            for name, model in links.items()
+            if model is not None
+        }
 
 
 def stretches(
@@ -125,12 +138,12 @@ def stretches(
     if matched == local:
         return []
     if not with_disk or slots.places.min() >= 0:
-        return [PlanStep(local, matched - local, TIER_NAMES[HOST])]
+        return [PlanStep(local, matched - local, IN_HOST)]
     in_host = slots.places >= 0
     edges = [0, *(np.flatnonzero(np.diff(in_host)) + 1).tolist(), len(in_host)]
     tokens = [max(local, (slots.first_block + edge) * block_size) for edge in edges]
     return [
-        PlanStep(tokens[n], tokens[n + 1] - tokens[n], TIER_NAMES[HOST if here else DISK])
+        PlanStep(tokens[n], tokens[n + 1] - tokens[n], IN_HOST if here else ON_DISK)
         for n, here in enumerate(in_host[edges[:-1]].tolist())
     ]
 
@@ -198,13 +211,13 @@ def _segments(
     first = aligned
     for step in loads[: SEGMENTS_MAX - 1] if len(loads) > SEGMENTS_MAX else loads:
         tokens = step.first_token + step.token_count - first
-        path = links if step.source == TIER_NAMES[DISK] else upward
+        path = links if step.source == ON_DISK else upward
         yield Segment(tokens, round(tokens * token_bytes), step.source, path)
         first += tokens
     rest = loads[SEGMENTS_MAX - 1 :] if len(loads) > SEGMENTS_MAX else ()
     if rest:
         tokens = rest[-1].first_token + rest[-1].token_count - first
-        on_disk = sum(step.token_count for step in rest if step.source == TIER_NAMES[DISK])
+        on_disk = sum(step.token_count for step in rest if step.source == ON_DISK)
         yield Segment(tokens, round(on_disk * token_bytes), TIER_NAMES[DISK], links)
 
 
@@ -245,18 +258,3 @@ def _loads(loads: Sequence[PlanStep]) -> str:
         return f"load all {amounts[source]} tokens from {source}"
     where = " and ".join(f"{amounts[source]} from {source}" for source in sorted(amounts)[::-1])
     return f"load all {sum(amounts.values())} tokens, {where}"
-
-
-def is_hopeless(decision: Decision, elapsed_seconds: float, share: float) -> bool:
-    """Whether a restore is behind its plan, and to compute everything anew is faster than to wait.
-
-    `share` of it is there. The rest is believed to take as long for each byte as that did; the
-    recomputation what 99 % of them stay below.
-    """
-    load, late = decision.load_seconds
-    if elapsed_seconds <= late + SLACK_SECONDS or share >= 1.0:
-        return False
-    left = elapsed_seconds * (1.0 - share) / share
-    after = max(0.0, decision.chosen.p50_seconds - load)
-    anew = next(plan for plan in decision.alternatives if plan.kind == RECOMPUTE_ALL)
-    return anew.p99_seconds < left + after

@@ -164,7 +164,7 @@ class Promoter:
 
         job = Job(
             READ_LINK, space.tenant, session, len(sources) * length, read,
-            lambda moved: self._arrived(piece, moved),
+            lambda moved: self._arrived(piece, moved), is_measured=False,
         )  # fmt: skip
         if not parts.mover.submit(job):
             parts.recorder.queue_rejected(READ_LINK, piece.count)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from kvstore.core.completion import Completion
 from kvstore.core.errors import CorruptBlock, InvalidRequest, LeaseLost, LimitReached
 from kvstore.core.lease import Lease
-from kvstore.core.plan import FailedBlocks, Slots
 from kvstore.mover import COPY_LINK, READ_LINK, Job, Moved
-from kvstore.policies.index import Span
 from kvstore.store.evict import Remover
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.parts import DISK, HOST, Parts
-from kvstore.store.planning import NOTHING_ARRIVED, is_hopeless
 from kvstore.store.promote import Promoter
+from kvstore.store.restoring import Emit, Restoring, cut_at
 from kvstore.store.sessions import Session
-
-TURN_BLOCKS = 32  # slots for more of them, and who has to go for that, hold lookups up
-
-Emit = Callable[[Slots | FailedBlocks], None]
 
 
 class RestoreFlow:
@@ -35,12 +26,16 @@ class RestoreFlow:
         self._lookups = lookups
         self._remover = remover
         self._promoter = promoter
-        self._running: set[_Restoring] = set()  # those that have a plan to keep to
+        self._running: set[Restoring] = set()  # those that have a plan to keep to
 
     def restore(
-        self, session: Session, lease_id: int, first_block: int, block_count: int, emit: Emit
-    ) -> Completion[None]:
-        """Emits where blocks [first_block, first_block + block_count) lie; 0 means all the rest."""
+        self, session: Session, lease_id: int, first_block: int, block_count: int, emit: Emit,
+        keeps_part: bool = False,
+    ) -> Completion[None]:  # fmt: skip
+        """Emits where blocks [first_block, first_block + block_count) lie; 0 means all the rest.
+
+        With `keeps_part` the client can use the leading blocks if the others don't come.
+        """
         lease = self.owned(session, lease_id)
         path = self._path(lease, first_block, block_count)
         shard = shard_of(session, lease)
@@ -51,17 +46,23 @@ class RestoreFlow:
             done.resolve(None)
             return done
         stop = path[-1].run.first + path[-1].stop if path else first_block
-        stream = _Restoring(self._parts, self._lookups, self._promoter, lease, shard, emit)
-        answer = stream.start(session.id, first_block, stop)
+        stream = Restoring(
+            self._parts, self._lookups, self._promoter, lease, shard, emit, keeps_part
+        )
+        answer = stream.start(session.id, first_block, stop, path)
         if not answer.done and stream.has_plan:
             self._running.add(stream)
             answer.then(lambda _: self._running.discard(stream))
         return answer
 
     def tick(self, now: float) -> None:
-        """Gives restores up that are so late that to recompute is faster than to wait."""
+        """Cuts restores short, or gives them up, that are so late that to recompute is faster."""
         for stream in list(self._running):
-            stream.give_up_if_late(now)
+            found = stream.look(now)
+            if found is not None:
+                # Ranks of one engine have to do the same.
+                for other in [one for one in self._running if one.lease is stream.lease]:
+                    other.cut(*found)
 
     def owned(self, session: Session, lease_id: int) -> Lease:
         """A live lease of the session's own engines; raises LeaseLost."""
@@ -136,165 +137,6 @@ class RestoreFlow:
                 f"[0, {lease.block_count})"
             )
         return cut_at(self._parts.index.path(lease.anchor, first_block), last)
-
-
-class _Restoring:
-    """One Restore: goes along the chain a bounded part a turn, and ends when all has arrived."""
-
-    def __init__(
-        self, parts: Parts, lookups: LookupFlow, promoter: Promoter, lease: Lease, shard: int,
-        emit: Emit,
-    ) -> None:  # fmt: skip
-        self._parts = parts
-        self._lookups = lookups
-        self._promoter = promoter
-        self._lease = lease
-        self._shard = shard
-        self._emit = emit
-        self._answer: Completion[None] = Completion()
-        self._waiting = 0
-        self._failed_blocks = 0
-        self._blocked = False  # until a piece arrives and leaves room in the queue
-
-    def start(self, session: int, first: int, stop: int) -> Completion[None]:
-        self._session, self._first, self._next, self._stop = session, first, first, stop
-        # Blocks that the client has heard of.
-        self._came: np.ndarray = np.zeros(stop - first, np.bool_)
-        self._began = self._parts.clock.now()
-        entry = self._lease.decision
-        if entry is not None and entry.began is None:
-            entry.began = self._began
-        self._go_on()
-        return self._answer
-
-    def _go_on(self) -> None:
-        self._blocked = False
-        limit = min(self._stop, self._next + TURN_BLOCKS)
-        while self._next < limit and not self._blocked:
-            path = cut_at(self._parts.index.path(self._lease.anchor, self._next), limit)
-            if not path:
-                self._fail(self._stop - self._next, "lost", "the lease is over")
-                break
-            self._serve(path[0])
-        if self._next >= self._stop:
-            self._settle()
-        elif not self._blocked:
-            self._parts.defer(self._go_on)
-
-    def _serve(self, span: Span) -> None:
-        """Serves the leading blocks of a span that are in the same state."""
-        run, start, stop = span
-        grid = self._parts.index.places_grid(run, start, stop)
-        here: Any = (grid[:, HOST] >= 0).all(axis=1)
-        if here[0]:
-            count = len(here) if here.all() else int(here.argmin())
-            self._serve_ready(run, start, count)
-            return
-        count = int(here.argmax()) if here.any() else len(here)
-        piece = self._promoter.piece_of(int(grid[0, DISK, 0]))
-        if piece is not None:
-            self._join(piece)
-            return
-        places = grid[:count, DISK, 0].tolist()
-        reading = self._promoter.piece_of
-        count = next((i for i, place in enumerate(places) if reading(place)), count)
-        self._read(run, start, count)
-
-    @property
-    def has_plan(self) -> bool:
-        return self._lease.decision is not None and self._lease.decision.decision is not None
-
-    def give_up_if_late(self, now: float) -> None:
-        """Tells the client to recompute what has not come if that is faster than to wait for it."""
-        entry, count = self._lease.decision, len(self._came)
-        piece = min(1.0, self._promoter.piece_blocks(self._lease.attachment.space) / count)
-        share = max(NOTHING_ARRIVED * piece, float(self._came.mean()))
-        if not is_hopeless(entry.decision, now - self._began, share):
-            return
-        entry.given_up = True
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], self._came, [True]))))
-        for start, stop in edges.reshape(-1, 2).tolist():
-            reason = "their restore is behind its plan, and to recompute them is faster"
-            self._tell_failed(self._first + start, stop - start, "late", reason)
-        self._next, self._blocked = self._stop, False
-        self._end()
-
-    def _serve_ready(self, run: Any, start: int, count: int) -> None:
-        span = Span(run, start, start + count)
-        first = run.first + start
-        self._tell_ready([span], first, count)
-        self._next = first + count
-
-    def _join(self, piece: Any) -> None:
-        piece.heard.append(self._heard)
-        self._waiting += 1
-        self._next = piece.first + piece.count
-
-    def _read(self, run: Any, start: int, count: int) -> None:
-        if self._promoter.stalled:
-            self._fail(count, "timeout", "the disk does not answer at present")
-            return
-        end, pieces, kind, reason = self._promoter.begin(
-            run, start, start + count, self._session, self._heard
-        )
-        self._waiting += pieces
-        self._next = run.first + end
-        if kind == "queue" and self._waiting:
-            self._blocked = True
-        elif kind:
-            self._fail(start + count - end, kind, reason)
-
-    def _heard(self, first: int, readable: int, failed: int, kind: str, reason: str) -> None:
-        """A piece is over: its blocks are in host, or not to be had."""
-        self._waiting -= 1
-        if self._answer.done:
-            return  # given up meanwhile
-        low, high = max(first, self._first), min(first + readable, self._stop)
-        path = cut_at(self._parts.index.path(self._lease.anchor, low), high)
-        if low < high and path:
-            self._tell_ready(path, low, high - low)
-        elif low < high:
-            self._tell_failed(low, high - low, "lost", "the lease is over")
-        low, high = max(first + readable, self._first), min(first + readable + failed, self._stop)
-        if low < high:
-            self._tell_failed(low, high - low, kind, reason)
-        if self._blocked:
-            self._go_on()
-        else:
-            self._settle()
-
-    def _fail(self, count: int, kind: str, reason: str) -> None:
-        self._tell_failed(self._next, count, kind, reason)
-        self._next += count
-
-    def _tell_ready(self, path: list[Span], first: int, count: int) -> None:
-        self._came[first - self._first : first - self._first + count] = True
-        self._emit(self._lookups.slots(path, self._shard, first))
-
-    def _tell_failed(self, first: int, count: int, kind: str, reason: str) -> None:
-        self._came[first - self._first : first - self._first + count] = True
-        self._failed_blocks += count
-        self._parts.recorder.restore_failed(kind, count)
-        self._emit(FailedBlocks(first, count, reason, kind == "room"))
-
-    def _settle(self) -> None:
-        if not self._waiting and self._next >= self._stop and not self._answer.done:
-            self._end()
-
-    def _end(self) -> None:
-        if self._lease.decision is not None:
-            self._parts.decisions.restore_ended(self._lease.decision, self._failed_blocks)
-        self._answer.resolve(None)
-
-
-def cut_at(path: list[Span], last: int) -> list[Span]:
-    """The part of a path that comes before block `last` of its chain."""
-    cut = []
-    for run, start, stop in path:
-        stop = min(stop, last - run.first)
-        if start < stop:
-            cut.append(Span(run, start, stop))
-    return cut
 
 
 def shard_of(session: Session, lease: Lease) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from random import Random
 
 from kvstore.mover import Job, Moved, run
@@ -38,6 +39,9 @@ class SimulatedMover:
 
     def queued_bytes(self, link: str) -> int:
         return self._bytes.get(link, 0)
+
+    def bytes_ahead(self, link: str, tenant: Hashable, session: Hashable, byte_count: int) -> int:
+        return self.queued_bytes(link)
 
     def step(self) -> bool:
         """Moves the bytes of one job, or tells the owner of one that moved; False without any."""

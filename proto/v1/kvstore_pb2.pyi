@@ -321,14 +321,16 @@ class SlotRuns(_message.Message):
     def __init__(self, places: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., counts: _Optional[bytes] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("lease_id", "first_block", "block_count")
+    __slots__ = ("lease_id", "first_block", "block_count", "partial")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     first_block: int
     block_count: int
-    def __init__(self, lease_id: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ...) -> None: ...
+    partial: bool
+    def __init__(self, lease_id: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., partial: _Optional[bool] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("first_block", "block_count", "slots", "failed_reason", "inline")
@@ -531,12 +533,14 @@ class ReportStepRequest(_message.Message):
     def __init__(self, attachment: _Optional[int] = ..., seconds: _Optional[float] = ..., prefill: _Optional[_Iterable[_Union[PrefillPart, _Mapping]]] = ..., decode_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., clock: _Optional[str] = ...) -> None: ...
 
 class PrefillPart(_message.Message):
-    __slots__ = ("new_tokens", "cached_tokens")
+    __slots__ = ("new_tokens", "cached_tokens", "request_id")
     NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     new_tokens: int
     cached_tokens: int
-    def __init__(self, new_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, new_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ReportStepResponse(_message.Message):
     __slots__ = ()

@@ -16,9 +16,10 @@ from kvstore.policies.planner import (
     Prices,
     Segment,
     Situation,
+    byte_prices,
     decide,
     gpu_price,
-    link_prices,
+    link_price,
 )
 from kvstore.policies.timing import Cut, Timing
 
@@ -283,5 +284,14 @@ def test_prices_follow_utilisation() -> None:
     prices = [gpu_price(ratio / 10) for ratio in range(11)]
     assert prices == sorted(prices)
     assert all(math.isfinite(price) for price in prices)
-    found = link_prices(USUAL, {"disk": 0.5, "host": 0.0, "tape": 1.0})
-    assert found == {"disk": pytest.approx(gpu_price(0.5) / 6e9), "host": 0.0}
+    assert byte_prices(USUAL, {"disk": 0.5, "host": 0.0, "tape": 1.0}) == {
+        "disk": pytest.approx(0.5 / 6e9)
+    }
+
+
+def test_links_cost_what_others_wait_for() -> None:
+    """An idle link costs nothing; each transfer that shares it pays for its share, up to all."""
+    assert link_price(0.0, 1 << 20) == 0.0
+    assert link_price(0.0, 1 << 20, 1 << 19) == 0.5
+    assert link_price(9.0, 1 << 20, 1 << 30) == 2.0
+    assert link_price(0.25, 0, 1 << 30) == 0.25

@@ -1,4 +1,4 @@
-"""Re-planning: a restore that falls behind is cut short or given up, and never without reason."""
+"""Re-planning: a load that falls behind is cut short or given up, and never without reason."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pytest
 
 from kvstore.core.plan import LOAD_ALL
 from kvstore.policies.cost import CallCost, LinkCost
-from kvstore.policies.planner import RECOMPUTE_ALL, decide
-from kvstore.policies.replanning import Progress, replan
+from kvstore.policies.planner import Decision, decide
+from kvstore.policies.replanning import Progress, Shorter, replan
 from kvstore.policies.timing import Costs, Segment, Situation
 
 KV_BYTES = 131_072
 CALL = CallCost(10e-3, 32e-6, 1.3e-9)
-BOTH = frozenset({"prefix", "split"})
+DISK = frozenset({"disk"})
+STEP = 32  # tokens of 4 MiB
 
 
 def costs(factor: float = 1.0) -> Costs:
@@ -25,75 +26,113 @@ def segment(tokens: int, source: str) -> Segment:
 
 
 ONE = Situation((segment(8_192, "disk"),), 512)
-TWO = Situation((segment(4_096, "host"), segment(8_192, "disk")), 1_024, shapes=BOTH)
 P50, P99 = costs(), costs(1.5)
 
 
-def test_a_restore_on_time_goes_on() -> None:
-    """Up to the 99 % time of each block nothing is done, however often one looks."""
+def load_of(tokens: int) -> float:
+    return P50.links["disk"].seconds(tokens * KV_BYTES)
+
+
+def look(
+    decision: Decision, ready: int, elapsed: float, keeps_part: bool = True,
+    first: int = 0, stop: int = 8_192,
+) -> Shorter | None:  # fmt: skip
+    return replan(decision, Progress(first, stop, ready, STEP, elapsed, DISK, keeps_part))
+
+
+@pytest.mark.parametrize("keeps_part", [False, True])
+def test_a_load_on_time_goes_on(keeps_part: bool) -> None:
+    """Up to the 99 % time of each part nothing is done, however often one looks."""
     decision = decide(ONE, P50, P99)
     assert decision.kind == LOAD_ALL
     for share in range(11):
         ready = 8_192 * share // 10
-        elapsed = P99.links["disk"].seconds(ready * KV_BYTES)
-        assert replan(decision, Progress(ready, elapsed), P50, P99) is None
-    assert replan(decision, Progress(8_192, 100.0), P50, P99) is None
+        elapsed = P99.links["disk"].seconds((ready + STEP) * KV_BYTES)
+        assert look(decision, ready, elapsed, keeps_part) is None
+    assert look(decision, 8_192, 100.0, keeps_part) is None
 
 
-def test_a_restore_that_stalls_is_given_up() -> None:
+def test_a_load_that_stalls_is_given_up() -> None:
     """10 x slower than predicted: what is left is recomputed, which takes less than waiting."""
     decision = decide(ONE, P50, P99)
-    elapsed = 10 * P50.links["disk"].seconds(1_024 * KV_BYTES)
-    again = replan(decision, Progress(1_024, elapsed), P50, P99)
-    assert again is not None
-    assert again.kind == RECOMPUTE_ALL
-    assert again.situation.local_tokens == 1_024
-    assert again.chosen.p50_seconds == pytest.approx(CALL.seconds(7_680, 1_024))
-    assert again.reason.startswith("the restore is 9.8")
-    assert "x slower than predicted: recompute all 7,168 matched tokens" in again.reason
+    found = look(decision, 1_024, 10 * load_of(1_024 + STEP))
+    assert found is not None
+    assert found.tokens == 1_024
+    assert "x slower than predicted: recompute all 7,168 matched tokens takes" in found.reason
 
 
-def test_a_restore_that_never_began_is_given_up() -> None:
-    """With not one block there after a while, all is recomputed."""
+def test_who_keeps_nothing_weighs_all_against_the_rest() -> None:
+    """Without use for a part, giving up means all anew, and pays only if that is still faster."""
     decision = decide(ONE, P50, P99)
-    again = replan(decision, Progress(0, 0.05), P50, P99)
-    assert again is not None
-    assert again.kind == RECOMPUTE_ALL
-    assert again.plan.steps[0].token_count == 8_192
+    found = look(decision, 1_024, 10 * load_of(1_024 + STEP), keeps_part=False)
+    assert found is not None
+    assert found.tokens == 0
+    assert "to recompute all takes 33" in found.reason
+    # Half is there: the other half is worth computing, the whole is not.
+    elapsed = 2.5 * load_of(6_144)
+    assert look(decision, 6_144, elapsed, keeps_part=False) is None
+
+
+def test_a_load_that_never_began_is_given_up_after_a_while() -> None:
+    """With not one block there all is recomputed, but a hitch at the start changes nothing."""
+    decision = decide(ONE, P50, P99)
+    for keeps_part in (False, True):
+        assert look(decision, 0, 0.012, keeps_part) is None
+        found = look(decision, 0, 0.2, keeps_part)
+        assert found is not None
+        assert found.tokens == 0
 
 
 def test_nearly_done_is_not_given_up() -> None:
-    """A late restore whose rest still takes less than computing it goes on."""
+    """A late load whose rest still takes less than computing it goes on."""
     decision = decide(ONE, P50, P99)
-    elapsed = 1.8 * P50.links["disk"].seconds(8_000 * KV_BYTES)
-    assert replan(decision, Progress(8_000, elapsed), P50, P99) is None
+    elapsed = 1.8 * load_of(8_000)
+    assert look(decision, 8_000, elapsed) is None
+    assert look(decision, 8_000, elapsed, keeps_part=False) is None
 
 
-def test_a_split_meets_elsewhere() -> None:
-    """When the rest of a split is late, more of the middle is computed instead."""
-    decision = decide(TWO, P50, P99)
+def test_less_is_loaded_where_that_is_best() -> None:
+    """The little that leads to what is in host is waited for, what is behind it is computed."""
+    parts = (segment(512, "disk"), segment(4_096, "host"), segment(3_584, "disk"))
+    decision = decide(Situation(parts, 512), P50, P99)
+    assert decision.kind == LOAD_ALL
+    found = look(decision, 480, 6 * load_of(512))
+    assert found is not None
+    # What the disk brings while host does its part costs nothing.
+    assert 4_608 <= found.tokens <= 4_800
+    assert "from disk and 4,096 from host, recompute 3," in found.reason
+    # Where the load in question ends before that, it goes on.
+    assert look(decision, 480, 6 * load_of(512), stop=512) is None
+
+
+def test_a_part_of_a_split_is_all_or_nothing() -> None:
+    """Whoever computes the middle meanwhile cannot be told to compute another one."""
+    both = frozenset({"prefix", "split"})
+    two = Situation((segment(4_096, "host"), segment(8_192, "disk")), 1_024, shapes=both)
+    decision = decide(two, P50, P99)
     assert decision.kind == "split"
-    computed = decision.chosen.cut.resume
-    again = replan(decision, Progress(computed, 0.4), P50, P99)
-    assert again is not None
-    assert again.situation.local_tokens == computed
-    assert again.kind in ("split", RECOMPUTE_ALL)
-    assert again.restore_tokens < decision.restore_tokens
-    assert replan(decision, Progress(computed, 0.15), P50, P99) is None
+    first = decision.chosen.cut.resume
+    found = look(decision, 0, 3.0, keeps_part=True, first=first, stop=12_288)
+    assert found is not None
+    assert found.tokens == 0
+    assert look(decision, 0, 0.012, keeps_part=True, first=first, stop=12_288) is None
 
 
 def test_links_that_keep_up_are_not_blamed() -> None:
-    """Only the link that is waited for counts as slower: host is still loaded from."""
-    situation = Situation((segment(4_096, "disk"), segment(8_192, "host")), 512, shapes=BOTH)
-    decision = decide(situation, P50, P99)
-    again = replan(decision, Progress(0, 2.0), P50, P99)
-    assert again is not None
-    assert {step.source for step in again.plan.steps} == {"recompute", "host"}
+    """What other links do takes no time of this one, and they are as fast as before."""
+    chain = Segment(8_192, 8_192 * KV_BYTES, "disk", ("disk", "host"))
+    decision = decide(Situation((chain,), 512), P50, P99)
+    assert decision.kind == LOAD_ALL
+    alone = look(decide(ONE, P50, P99), 1_024, 10 * load_of(1_024 + STEP))
+    found = look(decision, 1_024, 10 * load_of(1_024 + STEP))
+    assert found is not None
+    assert alone is not None
+    assert found.reason.split(":")[0] == alone.reason.split(":")[0]
 
 
 def test_the_deadline_counts_from_the_start() -> None:
-    """What has passed is taken off the deadline."""
+    """What has passed is taken off the deadline that decides about the rest."""
     decision = decide(ONE._replace(deadline_seconds=1.0), P50, P99)
-    again = replan(decision, Progress(1_024, 0.4), P50, P99)
-    assert again is not None
-    assert again.situation.deadline_seconds == pytest.approx(0.6)
+    found = look(decision, 1_024, 0.4)
+    assert found is not None
+    assert "the deadline of 600.00 ms is met" in found.reason

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from desk import Desk
 from kvstore.core.errors import InvalidRequest, LimitReached
 from kvstore.mover import COPY_LINK, READ_LINK, Job, Moved, run
 from kvstore.policies.cost import CallCost, LinkIdentity
-from kvstore.store.costs import MODELS_MAX, SAVE_SECONDS, CostBook
+from kvstore.store.costs import MODELS_MAX, SAVE_SECONDS, CostBook, UnderWay
+from kvstore.store.link_use import RECENT_SECONDS, LinkUse
 from kvstore.store.measured import MeasuredMover
 from kvstore.testing import ManualClock
 
@@ -159,7 +161,7 @@ class LateMover:
         self.jobs.append(job)
         return len(self.jobs) < 3
 
-    def queued_bytes(self, link: str) -> int:
+    def bytes_ahead(self, link: str, tenant: Hashable, session: Hashable, byte_count: int) -> int:
         return sum(job.byte_count for job in self.jobs)
 
     def close(self) -> None:
@@ -213,3 +215,66 @@ def test_a_transfer_that_hangs_counts_before_it_ends() -> None:
     clock.advance(100.0)
     book.look_at_overdue(clock.now())
     assert model.sample_count == counted
+
+
+def test_parts_of_a_restore_count_until_the_model_is_fitted() -> None:
+    """The first restores teach with each doubling of what came; later ones as a whole only."""
+    book, part, size = CostBook(), 4_000_000, 64_000_000
+    for _ in range(6):
+        number = book.begin_transfer(UnderWay(book.read_link, 0.0, size, 0))
+        for arrived in range(part, size, part):
+            book.part_arrived(number, arrived * 1e-9, arrived, arrived + part)
+        book.end_transfer(number, size * 1e-9, True)
+    model = book.link(book.read_link)
+    assert model is not None
+    # 4, 8, 16, 32 and 64 MB of each, until there are enough.
+    assert model.sample_count == 24 + 2
+    assert model.state.name == "fitted"
+    assert model.seconds(size) == pytest.approx(size * 1e-9, rel=0.1)
+
+
+def test_parts_are_overdue_by_themselves() -> None:
+    """A long restore that stops half way tells so before its whole time has passed."""
+    book = CostBook()
+    for i in range(40):
+        book.observe_transfer(book.read_link, 0.01 * (1 + i % 8), 100_000 * (1 + i % 8))
+    model = book.link(book.read_link)
+    assert model is not None
+    number = book.begin_transfer(UnderWay(book.read_link, 0.0, 10_000_000, 0))
+    book.part_arrived(number, 0.01, 100_000, 200_000)
+    book.look_at_overdue(0.03)
+    assert model.sample_count == 40
+    book.look_at_overdue(0.1)
+    assert model.sample_count == 41
+    book.end_transfer(number, 0.2, False)
+    assert model.sample_count == 41
+
+
+def test_only_what_waits_makes_a_link_dear() -> None:
+    """One restore after the other costs nobody anything; those side by side do, for a while."""
+    use = LinkUse(0.0)
+    for second in range(100):
+        use.change(second, 1)
+        use.change(second + 0.99, -1)
+    assert use.waiting(100.0) == 0.0
+    use.change(100.0, 3)
+    assert use.waiting(100.0) == 0.0
+    assert use.waiting(200.0) == pytest.approx(2.0, rel=1e-3)
+    use.change(200.0, -3)
+    assert use.waiting(200.0 + RECENT_SECONDS) == pytest.approx(2.0 / math.e, rel=1e-3)
+    assert use.waiting(150.0) <= 2.0  # a clock that steps back changes nothing
+
+
+def test_copies_of_engines_make_their_link_dear(desk: Desk) -> None:
+    """The busier an engine's reports say that its own link is, the more wait for it."""
+    engine, book = desk.engine(), desk.kv.parts.costs
+    link = LinkIdentity("host>hbm", "")
+    assert book.waiting(link, desk.clock.now()) == 0.0
+    seen = []
+    for share in (0.1, 0.5, 0.8):
+        for _ in range(40):
+            desk.clock.advance(1.0)
+            desk.kv.costs.report_transfer(engine.attachment, "host>hbm", 1 << 20, share)
+        seen.append(book.waiting(link, desk.clock.now()))
+    assert seen == sorted(seen)
+    assert seen[1] == pytest.approx(0.5, rel=0.2)  # busy^2 / (1 - busy)

@@ -12,6 +12,7 @@ from planned import (
     BLOCKS,
     CALL,
     FAST,
+    SLOW,
     TOKENS,
     ask,
     begin_restore,
@@ -80,6 +81,76 @@ def test_a_decision_is_explained(two_tiers: Callable[..., Desk]) -> None:
     assert ask(engine, tokens=TOKENS[:16]).matched_tokens == 16
     assert desk.wait(desk.kv.explainer.block(keys[7])) == told
     assert desk.wait(desk.kv.explainer.block(keys[2]))["matched_tokens"] == 16
+
+
+def test_recomputing_is_judged_by_the_steps(two_tiers: Callable[..., Desk]) -> None:
+    """A decision to recompute all has an outcome once the engine has told all of its steps."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    found = ask(engine, request_id="r")
+    assert found.plan.kind == "recompute_all"
+    entry = desk.kv.parts.decisions.of_request("r")
+
+    def step(seconds: float, new: int, cached: int, request: str = "r") -> None:
+        desk.kv.costs.report_step(
+            engine.attachment, seconds, [(7, 9), (new, cached)], 0, 0, ["", request]
+        )
+
+    step(0.5, 64, 0, "another")
+    step(0.25, 64, 0)
+    assert entry.outcome() is None
+    step(0.125, 32, 0)  # begun again
+    step(0.125, 131, 32)
+    outcome = entry.outcome()
+    assert outcome.seconds == pytest.approx(0.5)
+    others = [plan.p50_seconds for plan in entry.decision.alternatives[1:]]
+    assert outcome.regret_seconds == pytest.approx(max(0.0, 0.5 - min(others)))
+    step(1.0, 163, 0)
+    assert entry.outcome().seconds == pytest.approx(0.5)
+    assert "the first token took 500.00 ms" in explained(desk.kv.explainer.request("r"))
+
+
+def test_steps_that_are_not_all_tell_nothing(two_tiers: Callable[..., Desk]) -> None:
+    """Where the engine had a part from elsewhere, or another rank tells it too, nothing counts."""
+    desk = two_tiers()
+    engine, twin = desk.engine(engine_id="e"), desk.engine(engine_id="e")
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    for request in ("ranks", "elsewhere"):
+        assert ask(engine, request_id=request).plan.kind == "recompute_all"
+    report, entries = desk.kv.costs.report_step, desk.kv.parts.decisions
+    report(engine.attachment, 0.25, [(64, 0)], 0, 0, ["ranks"])
+    report(twin.attachment, 0.25, [(99, 64)], 0, 0, ["ranks"])
+    assert entries.of_request("ranks").outcome() is None
+    report(engine.attachment, 0.25, [(99, 64)], 0, 0, ["ranks"])
+    assert entries.of_request("ranks").outcome().seconds == pytest.approx(0.5)
+    report(engine.attachment, 0.25, [(63, 100)], 0, 0, ["elsewhere"])
+    assert entries.of_request("elsewhere").outcome() is None
+
+
+def test_a_link_that_others_wait_for_costs_more(two_tiers: Callable[..., Desk]) -> None:
+    """While others restore, a load pays for what it delays, and the price is told."""
+    desk = two_tiers()
+    engine = desk.engine()
+    other = [10_000 + i for i in range(4 * 8)]
+    to_disk(desk, engine, other)
+    to_disk(desk, engine)
+    measure(desk, engine, FAST)
+    alone = ask(engine, request_id="alone")
+    price = desk.kv.explainer.request("alone")["links"]["disk>host"]["second_price"]
+    assert price == 0.0
+    engine.release(alone)
+    found = ask(engine, tokens=other)
+    begin_restore(desk, engine, found)
+    ask(engine, request_id="beside")
+    told = desk.kv.explainer.request("beside")
+    link = told["links"]["disk>host"]
+    assert link["queued_bytes"] == 8 * BLOCK
+    assert link["second_price"] == pytest.approx(8 / BLOCKS)
+    assert told["alternatives"][0]["price_seconds"] > 0
+    assert "a second of it costs others 0.2 s" in explained(told)
 
 
 def test_a_lookup_without_numbers_is_explained(desk: Desk) -> None:

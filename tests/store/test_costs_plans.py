@@ -19,7 +19,6 @@ from planned import (
     TOKENS,
     ask,
     attach,
-    begin_restore,
     disk_desk,
     measure,
     to_disk,
@@ -210,39 +209,6 @@ def restore_all(desk: Desk, engine: Engine, found: LookupResult) -> None:
             desk.wait(desk.kv.restore(engine.session, found.lease_id, first, count, answers.append))
             assert not any(isinstance(answer, FailedBlocks) for answer in answers)
             assert sum(len(answer.places) for answer in answers) == count
-
-
-def test_a_restore_that_falls_behind_is_given_up(two_tiers: Callable[..., Desk]) -> None:
-    """Blocks of a restore so late that to recompute is faster are failed, with that reason."""
-    desk = two_tiers()
-    engine = desk.engine()
-    to_disk(desk, engine)
-    measure(desk, engine, FAST)
-    found = ask(engine)
-    answers, done = begin_restore(desk, engine, found)
-    desk.advance(0.004)
-    assert not done.done
-    desk.advance(1.0)
-    assert done.done
-    (failed,) = answers
-    assert (failed.first_block, failed.block_count, failed.inline) == (0, BLOCKS, False)
-    assert "behind its plan" in failed.reason
-    desk.settle()  # what arrives later does no harm
-    assert len(answers) == 1
-
-
-def test_a_late_restore_goes_on_where_that_is_faster(two_tiers: Callable[..., Desk]) -> None:
-    """An engine that would take longer than the wait is not told to recompute."""
-    desk = two_tiers()
-    engine = desk.engine()
-    to_disk(desk, engine)
-    measure(desk, engine, FAST, CALL.times(10_000.0), steps=60)
-    found = ask(engine)
-    answers, done = begin_restore(desk, engine, found)
-    desk.advance(1.0)
-    assert not done.done
-    desk.wait(done)
-    assert sum(len(answer.places) for answer in answers) == BLOCKS
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
