@@ -229,13 +229,20 @@ class Journal:
 
 
 class _StandIn:
-    """Passes on what is no input."""
+    """Writes calls that are inputs down, and passes everything on."""
+
+    whose = ""
+    plain = frozenset[str]()
+    """Calls of which nothing is to be said but their values."""
 
     def __init__(self, journal: Journal, behind: Any) -> None:
         self.__dict__.update(_journal=journal, _behind=behind)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._behind, name)
+        found = getattr(self._behind, name)
+        if name in self.plain:
+            return partial(_noted, self._journal, self.whose, name, found)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name} is set past the journal; make it an input")
@@ -244,11 +251,7 @@ class _StandIn:
 class JournaledIndex(_StandIn):
     """A `PrefixIndex` whose changes are written down."""
 
-    def __init__(self, journal: Journal, index: PrefixIndex) -> None:
-        super().__init__(journal, index)
-        special = {"stage", "anchor", "unanchor"}
-        for name in inputs.INDEX_INPUTS - special:
-            self.__dict__[name] = partial(_noted, journal, inputs.INDEX, name, getattr(index, name))
+    whose, plain = inputs.INDEX, inputs.INDEX_INPUTS
 
     def stage(self, walk: Walk, chain: Chain, *words: Any) -> Staged:
         self._journal.note(inputs.INDEX, "stage", walk, *words)
@@ -297,14 +300,13 @@ class _Late:
 class JournaledResidency(_StandIn):
     """A `Residency` whose inputs are written down."""
 
-    def __init__(self, journal: Journal, residency: Residency) -> None:
-        super().__init__(journal, residency)
-        for name in inputs.RESIDENCY_INPUTS - {"access"}:
-            call = getattr(residency, name)
-            self.__dict__[name] = partial(_noted, journal, inputs.RESIDENCY, name, call)
-        for name in inputs.RESIDENCY_GENERATORS:
-            call = getattr(residency, name)
-            self.__dict__[name] = partial(_generated, journal, name, call)
+    whose, plain = inputs.RESIDENCY, inputs.RESIDENCY_INPUTS
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name in inputs.RESIDENCY_GENERATORS:
+            return partial(_generated, self._journal, name, found)
+        return found
 
     def access(self, path: Any) -> Any:
         """Of a path only its READY end matters."""

@@ -74,6 +74,8 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.environ: dict[str, str] = {}
         """What the process finds in its environment besides this one's."""
+        self.options: list[str] = []
+        """Further options of `kvstore serve`."""
 
     def configure(self, extra: str) -> None:
         """Writes the configuration file: `extra` below what each daemon here needs."""
@@ -100,7 +102,7 @@ class DaemonProcess:
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvstore.cli.main", "serve", "--config",
-                 str(self.config_path)],
+                 str(self.config_path), *self.options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", env=environ,
             )  # fmt: skip
         return self.process
