@@ -3,6 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS_STAMP := $(VENV)/.kernels-installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -11,7 +12,8 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long simulate-faults lint format typecheck proto docs bench clean
+.PHONY: help install kernels-env demo test test-long test-kernels compile-check simulate-faults lint \
+	format typecheck proto docs bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -28,14 +30,26 @@ $(STAMP): requirements/dev.lock requirements/constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
+kernels-env: $(KERNELS_STAMP) ## Add torch and triton to .venv, for the tests of kernels/
+
+$(KERNELS_STAMP): $(STAMP) requirements/kernels.lock
+	$(BIN)/pip install --quiet -r requirements/kernels.lock
+	@touch $@
+
 demo: install ## Replay a real trace, with a kill in the middle, and verify every byte
 	$(BIN)/kvstore demo
 
-test: install ## The suite
+test: install kernels-env ## The suite
 	$(BIN)/pytest -m "not long and not gpu"
 
-test-long: install ## What takes minutes: crash loops, long simulations, packaging
+test-long: install kernels-env ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not gpu"
+
+test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed
+	$(BIN)/pytest -n 2 -m "not gpu" tests/kernels
+
+compile-check: kernels-env ## Compile every kernel for real GPUs and read the machine code
+	$(BIN)/python -m kvstore.kernels.compile_check
 
 simulate-faults: install ## Run one seed of the whole-store simulation: SEED=7 STEPS=300
 	PYTHONPATH=tests/support $(BIN)/python -m simulation $(or $(SEED),0) $(or $(STEPS),300)

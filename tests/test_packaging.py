@@ -87,6 +87,16 @@ def test_lock_keeps_to_the_ranges() -> None:
         assert name in locked, f"{name} is not in requirements/dev.lock"
 
 
+def test_kernels_are_tested_with_the_versions_that_extras_install() -> None:
+    """torch and triton have one version: for users' extras and for the kernel tests."""
+    constraints = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    locked = (ROOT / "requirements" / "kernels.lock").read_text().splitlines()
+    for name in ("torch", "triton"):
+        pinned = [line for line in constraints if line.startswith(f"{name}==")]
+        assert len(pinned) == 1
+        assert pinned[0] in locked
+
+
 def test_core_dependencies_leave_torch_out() -> None:
     """torch, triton and cupy come only with an extra."""
     for requirement in PROJECT["project"]["dependencies"]:
