@@ -32,6 +32,7 @@ tiers.host.mlock = false
 tiers.disk.path = "{disk}"
 tiers.disk.size = "64MiB"
 tiers.disk.reserve = "1MiB"
+tiers.disk.demote_watermark = 0.1
 policy.eviction = "{policy}"
 [[tenants]]
 name = "chat"
