@@ -87,6 +87,11 @@ class Accounts:
         else:
             self._quotas[tier, tenant] = Quota(cap_bytes, floor_bytes)
 
+    @property
+    def quotas(self) -> dict[tuple[int, str], Quota]:
+        """All there are, by tier and tenant."""
+        return dict(self._quotas)
+
     def quota(self, tenant: str, tier: int) -> Quota:
         return self._quotas.get((tier, tenant), Quota())
 

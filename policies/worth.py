@@ -44,6 +44,13 @@ class Worth:
         self.is_plain = False
         self._restores[tier] = (latency_seconds, byte_seconds)
 
+    def follow(self, other: Worth) -> None:
+        """Everything costs what it does for `other`; spaces go by their ids."""
+        self.version += 1
+        self.is_plain, self._default = other.is_plain, other._default
+        self._rates, self._restores = dict(other._rates), dict(other._restores)
+        self._lines.clear()
+
     def line(self, space: Space) -> tuple[float, float]:
         """(seconds of the first block, seconds more for each block that lies deeper)."""
         line = self._lines.get(space.id)
@@ -58,6 +65,12 @@ class Worth:
         """What recomputing the block at `position` costs."""
         first, slope = self.line(space)
         return first + slope * position
+
+    def gain(self, space: Space, start: int, stop: int, tier: int) -> float:
+        """What restoring the blocks at [start, stop) from `tier` takes less than computing them."""
+        first, slope = self.line(space)
+        each = first + slope * (start + stop - 1) / 2 - self.restore_seconds(space, tier)
+        return (stop - start) * each
 
     def loss(self, space: Space, position: int, tier: int, below: int | None) -> float:
         """Seconds lost when a block leaves `tier` and is then found in tier `below`, or nowhere."""
