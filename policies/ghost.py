@@ -96,3 +96,9 @@ class Ghost:
             for drop in residency.make_room(tier, pool, space.tenant, max(0, over)):
                 self.index.drop(drop.run, drop.keep, tier)
                 yield
+
+    def empty(self) -> Iterator[None]:
+        """Drops everything, children first; a step is one run."""
+        for run in reversed(list(self.index.runs())):
+            self.index.remove(run)
+            yield

@@ -1,0 +1,302 @@
+"""Shadows: ghosts of other policies and capacities that follow a sample of a live store's requests.
+
+What each of them hits, and the seconds that this saves, say what the live store would do under
+another policy, or with more or less room. Like is compared with like: the first shadow has the
+live policy and the live capacities.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kvstore.core.keys import Chain, Segment
+from kvstore.core.space import Space
+from kvstore.policies.accounts import Quota
+from kvstore.policies.base import Model
+from kvstore.policies.ghost import Ghost, Hit
+from kvstore.policies.ghost_disk import DISK, HOST
+from kvstore.policies.sampling import DIGEST_BYTES, GhostSpace, SharedBlocks
+from kvstore.policies.uses import UNKNOWN_TOKENS, Hint, Request, Use
+from kvstore.policies.worth import Worth
+
+ROOT = bytes(32)  # digests stand for their root, too
+TIER_NAMES = ("host", "disk")
+# Requests in each half of the window; two halves have to agree before anything is concluded.
+HALF_REQUESTS = 500
+# Requests whose end is still heard of.
+USES_KEPT = 4096
+STEP_DROPS = 8
+
+
+class Variant(NamedTuple):
+    """What a shadow has other than the live store: its policy, or a tier so many times as large."""
+
+    policy: str
+    tier: str = "host"
+    capacity: float = 1.0
+
+
+class Setup(NamedTuple):
+    """The live store: its policy and tiers; and what is tried beside it."""
+
+    policy: str
+    host_bytes: Mapping[str, int]
+    disk_bytes: int | None = None
+    daily_bytes: float = 0.0
+    policies: Sequence[str] = ()
+    capacities: Sequence[float] = ()
+
+    @property
+    def variants(self) -> list[Variant]:
+        """The live store's own first."""
+        rivals = [name for name in dict.fromkeys(self.policies) if name != self.policy]
+        sizes = [factor for factor in dict.fromkeys(self.capacities) if factor != 1]
+        tiers = TIER_NAMES[: 1 if self.disk_bytes is None else 2]
+        return [
+            Variant(self.policy),
+            *[Variant(name) for name in rivals],
+            *[Variant(self.policy, tier, factor) for tier in tiers for factor in sizes],
+        ]
+
+    @property
+    def all_bytes(self) -> float:
+        """What the tiers of all variants have together."""
+        host, disk = sum(self.host_bytes.values()), self.disk_bytes or 0
+        return sum(
+            host * (v.capacity if v.tier == "host" else 1)
+            + disk * (v.capacity if v.tier == "disk" else 1)
+            for v in self.variants
+        )
+
+
+class Job(NamedTuple):
+    """A request to follow: its live use, and what ghosts are told of it."""
+
+    space: GhostSpace
+    request: Request
+    use: Use
+
+    @property
+    def shared(self) -> bytes:
+        """Digests of the beginning that it has in common with many."""
+        return self.request.digests[: DIGEST_BYTES * self.use.shared]
+
+
+class Shadow:
+    """One variant's ghost, and its own uses of the requests that are followed."""
+
+    def __init__(
+        self, variant: Variant, setup: Setup, share: float, worth: Worth, models: Iterable[Model]
+    ) -> None:
+        self.variant = variant
+        factors = [variant.capacity if variant.tier == name else 1.0 for name in TIER_NAMES]
+        self._host_bytes = {
+            pool: share * factors[HOST] * size for pool, size in setup.host_bytes.items()
+        }
+        disk = setup.disk_bytes
+        self._disk_bytes = None if disk is None else share * factors[DISK] * disk
+        self.ghost = Ghost(
+            variant.policy,
+            {pool: int(size) for pool, size in self._host_bytes.items()},
+            None if self._disk_bytes is None else int(self._disk_bytes),
+            share * factors[DISK] * setup.daily_bytes,
+            models,
+        )
+        self.ghost.residency.context.worth = worth
+        self._uses: dict[int, Use] = {}
+
+    def allow(self, pool: str, shared_bytes: float) -> None:
+        """Has room for so many bytes of common beginnings besides its part of the capacities."""
+        self.ghost.host_bytes[pool] = int(self._host_bytes[pool] + shared_bytes)
+        if self._disk_bytes is not None:
+            self.ghost.disk_bytes = int(self._disk_bytes + shared_bytes)
+
+    def serve(self, job: Job) -> Hit:
+        """Looks a request up and stores it; `make_room` comes next."""
+        residency, digests = self.ghost.residency, job.request.digests
+        use = residency.request(job.request)
+        use.follow(job.use)
+        self._uses[job.use.number] = use
+        if len(self._uses) > USES_KEPT:
+            del self._uses[next(iter(self._uses))]
+        return self.ghost.store(job.space, ROOT, Chain((Segment(digests, DIGEST_BYTES),)))
+
+    def finish(self, live: Use, output_tokens: int) -> None:
+        """A request that may have been followed has ended."""
+        use = self._uses.pop(live.number, None)
+        if use is not None:
+            use.follow(live)
+            self.ghost.residency.finish(use, output_tokens, Hint())
+
+
+class Half:
+    """Half a window: what was asked for, and by shadow what was hit and saved.
+
+    `traffic_seconds` are those of the prefills of all requests, followed or not.
+    """
+
+    def __init__(self, began: float, shadow_count: int) -> None:
+        self.began = self.ended = began
+        self.traffic_seconds = 0.0
+        self.tokens = 0
+        self.prefill_seconds = 0.0
+        self.hit_tokens = [0] * shadow_count
+        self.saved = [0.0] * shadow_count
+        self.rows: list[list[float]] = []  # saved seconds of each request
+
+    def add(
+        self, request: Request, prefill: float, hits: Sequence[int], saved: list[float]
+    ) -> None:
+        self.tokens += request.input_tokens
+        self.prefill_seconds += prefill
+        for n, (tokens, seconds) in enumerate(zip(hits, saved, strict=True)):
+            self.hit_tokens[n] += tokens
+            self.saved[n] += seconds
+        self.rows.append(saved)
+
+
+class Estimate(NamedTuple):
+    """What a variant would do for all requests, by what its ghost does for some of them.
+
+    Ratios are of the window; `saved_seconds` a second are seconds of prefill.
+    """
+
+    variant: Variant
+    token_hit_ratio: float = 0.0
+    saved_ratio: float = 0.0
+    saved_per_second: float = 0.0
+
+
+class Served(NamedTuple):
+    """What a request came to: tokens hit and seconds saved, by shadow."""
+
+    hit_tokens: list[int]
+    saved_seconds: list[float]
+
+
+class Shadows:
+    """All shadows, at one share of the conversations.
+
+    `models` are those of the live store, which tells them. `now` is when it begins.
+    """
+
+    def __init__(
+        self, setup: Setup, share: float, models: Iterable[Model] = (), now: float = 0.0
+    ) -> None:
+        self.setup = setup
+        self.share = share
+        self.worth = Worth()
+        models = tuple(models)
+        self.shadows = [Shadow(v, setup, share, self.worth, models) for v in setup.variants]
+        self._shared = SharedBlocks()
+        self._quotas: dict[tuple[int, str], Quota] = {}
+        self.requests = 0
+        self.restart_window(now)
+
+    def restart_window(self, now: float) -> None:
+        """Forgets what was hit, not what is kept."""
+        self.complete: deque[Half] = deque(maxlen=2)
+        self.current = Half(now, len(self.shadows))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a window has just been completed."""
+        return len(self.complete) == 2 and not self.current.rows
+
+    def pass_by(self, seconds: float, prefill_seconds: float) -> None:
+        """A request came, whether it is followed or not: its prefill without a store."""
+        self.current.ended = seconds
+        self.current.traffic_seconds += prefill_seconds
+
+    def prefill_seconds(self, space: Space, tokens: int) -> float:
+        """Computing all of a prompt, its constant left out."""
+        token, pair = self.worth.rates(space)
+        return tokens * (token + pair * tokens / 2)
+
+    def serve(self, job: Job) -> Generator[None, None, Served]:
+        """Has all shadows serve a request; a step is short, the request counts after the last."""
+        space, seconds = job.space, job.request.seconds
+        self._shared.saw(space, job.shared)
+        extra = (1.0 - self.share) * self._shared.byte_count(space.pool)
+        hits: list[int] = []
+        saved: list[float] = []
+        for shadow in self.shadows:
+            shadow.allow(space.pool, extra)
+            hit = shadow.serve(job)
+            hits.append(hit.blocks * space.block_size)
+            saved.append(self._saved(space, hit))
+            yield
+            for n, _ in enumerate(shadow.ghost.make_room(space, seconds)):
+                if n % STEP_DROPS == STEP_DROPS - 1:
+                    yield
+        self._count(job, hits, saved)
+        return Served(hits, saved)
+
+    def _saved(self, space: Space, hit: Hit) -> float:
+        """Seconds that a hit saves: what is on disk only lies deepest, as it is evicted first."""
+        host = hit.blocks - hit.disk_blocks
+        gain = self.worth.gain
+        return max(0.0, gain(space, 0, host, HOST)) + max(0.0, gain(space, host, hit.blocks, DISK))
+
+    def _count(self, job: Job, hits: list[int], saved: list[float]) -> None:
+        request = job.request
+        self.requests += 1
+        prefill = self.prefill_seconds(job.space, request.input_tokens)
+        self.current.add(request, prefill, hits, saved)
+        if len(self.current.rows) >= HALF_REQUESTS:
+            self.complete.append(self.current)
+            self.current = Half(self.current.ended, len(self.shadows))
+
+    def take_quotas(self, quotas: Mapping[tuple[int, str], Quota]) -> None:
+        """Tenants have these quotas in the live store, and their part of them here."""
+        for key in [*self._quotas, *quotas]:
+            tier, tenant = key
+            cap, floor = quotas.get(key, Quota())
+            cap = None if cap is None else int(self.share * cap)
+            floor = None if floor is None else int(self.share * floor)
+            for shadow in self.shadows:
+                if tier < shadow.ghost.index.tier_count:
+                    shadow.ghost.residency.set_quota(tenant, tier, cap, floor)
+        self._quotas = dict(quotas)
+
+    def empty(self) -> Iterator[None]:
+        """Lets go of all blocks; a step is short. Freed at once, unlike what is only dropped."""
+        for shadow in self.shadows:
+            for n, _ in enumerate(shadow.ghost.empty()):
+                if n % STEP_DROPS == STEP_DROPS - 1:
+                    yield
+
+    def finish(self, use: Use, output_tokens: int = UNKNOWN_TOKENS) -> None:
+        """A request has ended; `use` is the live one."""
+        for shadow in self.shadows:
+            shadow.finish(use, output_tokens)
+
+    def saved_by_policy(self, half: Half) -> dict[str, list[float]]:
+        """Seconds saved at each request of a half, by policy, at the live capacities."""
+        return {
+            shadow.variant.policy: [row[n] for row in half.rows]
+            for n, shadow in enumerate(self.shadows)
+            if shadow.variant.capacity == 1
+        }
+
+    def estimates(self) -> list[Estimate]:
+        """What each variant would do, by the window."""
+        halves = [*list(self.complete)[-1:], self.current]
+        tokens = max(1, sum(half.tokens for half in halves))
+        prefill = sum(half.prefill_seconds for half in halves) or 1.0
+        time = halves[-1].ended - halves[0].began
+        traffic = sum(half.traffic_seconds for half in halves) / time if time > 0 else 0.0
+        found = []
+        for n, shadow in enumerate(self.shadows):
+            ratio = sum(half.saved[n] for half in halves) / prefill
+            found.append(
+                Estimate(
+                    shadow.variant,
+                    sum(half.hit_tokens[n] for half in halves) / tokens,
+                    ratio,
+                    ratio * traffic,
+                )
+            )
+        return found
