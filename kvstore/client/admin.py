@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf.message import Message
@@ -101,11 +102,22 @@ class AdminCalls:
         )
         return response
 
-    def trace_start(self, path: str) -> pb.TraceStartResponse:
-        response: pb.TraceStartResponse = self._call("TraceStart", pb.TraceStartRequest(path=path))
-        return response
+    def trace_start(
+        self, block_size: int = 0, seconds: float = 0.0, requests: int = 0
+    ) -> Iterator[pb.TraceStartResponse]:
+        """Records the requests that come from now on; ends when the iterator is closed, too.
+
+        The blocks of the trace are `block_size` tokens, or as large as the first request's.
+        """
+        request = pb.TraceStartRequest(block_size=block_size, seconds=seconds, requests=requests)
+        session = self._link.session_for_admin()
+        responses: Iterator[pb.TraceStartResponse] = session.transport.stream(
+            "TraceStart", request, self._link.timeouts.admin_seconds
+        )
+        return responses
 
     def trace_stop(self) -> pb.TraceStopResponse:
+        """Ends the recording, whoever began it."""
         response: pb.TraceStopResponse = self._call("TraceStop", pb.TraceStopRequest())
         return response
 

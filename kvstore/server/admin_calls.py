@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore.core.completion import Completion
-from kvstore.core.errors import FailedPrecondition, InvalidRequest, NotImplementedYet
+from kvstore.core.errors import FailedPrecondition, InvalidRequest
 from kvstore.core.keys import BLOCK_KEY_BYTES
 from kvstore.core.plan import FlushResult, PinResult, VerifyResult
 from kvstore.proto.v1 import kvstore_pb2 as pb
@@ -124,8 +124,8 @@ class AdminCalls:
             return explain_response(explainer.request(request.request_id))
         return mapped(explainer.block(request.block_key), explain_response)
 
-    def trace(self, session: Session, request: Any) -> Any:
-        raise NotImplementedYet("this version records no traces; convert one of your own instead")
+    def trace_stop(self, session: Session, request: pb.TraceStopRequest) -> pb.TraceStopResponse:
+        return pb.TraceStopResponse(request_count=self._store.tracer.stop())
 
 
 def explain_response(document: dict[str, Any]) -> pb.ExplainResponse:

@@ -26,6 +26,7 @@ from kvstore.server.status import status_of
 from kvstore.server.steps import mapped
 from kvstore.server.streams import Cancel, Done, Emit, Restores, start_fetch
 from kvstore.server.subscription import EventStream
+from kvstore.server.trace_stream import TraceStream
 from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
 
@@ -75,7 +76,7 @@ class Service:
             e.finish_request, e.reserve, e.commit, e.abort, e.report_step, e.report_transfer,
             None, None, None, None,
             a.status, a.set_policy, a.set_quota, a.pin, a.unpin, a.clear, a.bump_epoch, a.explain,
-            a.flush, a.drain, a.verify, a.trace, a.trace,
+            a.flush, a.drain, a.verify, None, a.trace_stop,
         ]  # fmt: skip
 
     def handle(self, session: Session, method: str, request: Any) -> Any:
@@ -142,6 +143,8 @@ class Service:
             tenants = None if session.role == "admin" else session.tenants
             events = self.store.events
             return EventStream(events, tenants, request.from_sequence, emit, done).cancel
+        if method == "TraceStart":
+            return TraceStream(self.store.tracer, request, emit, done).cancel
         raise NotImplementedYet(f"{method} does not answer in a stream on this transport")
 
     def put_inline(self, session: Session, budget: MessageBudget) -> InlinePut:
@@ -195,7 +198,7 @@ def _serialise(response: Message) -> bytes:
     return payload
 
 
-_STREAMS = ("Restore", "FetchInline", "Subscribe")
+_STREAMS = ("Restore", "FetchInline", "Subscribe", "TraceStart")
 
 
 def _method(name: str, call: Call | None) -> Method:

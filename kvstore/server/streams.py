@@ -1,4 +1,4 @@
-"""Calls that answer in a stream: Restore, FetchInline, Subscribe.
+"""Calls that answer in a stream: Restore, FetchInline; others are in files of their own.
 
 A source calls `emit(message)`; if that answers with a Completion, the source waits for it before
 it sends more, so that a slow reader holds back its own stream and nobody's memory.

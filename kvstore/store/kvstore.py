@@ -53,6 +53,7 @@ from kvstore.store.reserve import ReserveFlow
 from kvstore.store.restore import RestoreFlow
 from kvstore.store.room import HostRoom
 from kvstore.store.sessions import Attachment, Identity, Session
+from kvstore.store.tracing import TraceRecorder
 from kvstore.store.verify import Verifier
 from kvstore.store.views import status_view
 from kvstore.tiers.base import SharedPool
@@ -71,6 +72,7 @@ class KVStore(OperatorCalls):
         self.started = parts.clock.now()
         self.costs = CostKeeper(parts)
         self._rates = RateKeeper(parts)
+        self.tracer = TraceRecorder(parts)
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
         room = HostRoom(parts, self.remover, Relocator(parts, self.remover))
@@ -347,6 +349,7 @@ class KVStore(OperatorCalls):
         self.behind.tick(now)
         self.costs.tick(now)
         self._rates.tick(now)
+        self.tracer.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:
                 self.close_session(session, "silent")

@@ -66,6 +66,8 @@ class RequestBook:
         self._turns: dict[tuple[str, str], int] = {}
         self.listeners: list[Listener] = []
         self.finished: list[Callable[[Use, int], None]] = []
+        self.session = ""
+        """The client's name for the session of the request that listeners hear of."""
 
     def looked_up(self, attachment: Attachment, query: Query, ask: Ask) -> Use | None:
         """The request of a lookup, from now on the one that is served."""
@@ -137,7 +139,8 @@ class RequestBook:
             _keep(self._known, key, Known(use, len(digests) // DIGEST_BYTES), REQUESTS_KEPT)
         else:
             _keep(self._prompts, _place(attachment), Prompt(use, root, digests), PROMPTS_KEPT)
-        for listener in self.listeners:
+        self.session = reuse.session
+        for listener in list(self.listeners):
             listener(space, request, use)
         return use
 

@@ -947,14 +947,46 @@ class VerifyResponse(_message.Message):
     def __init__(self, verified_blocks: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., findings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TraceStartRequest(_message.Message):
-    __slots__ = ("path",)
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    __slots__ = ("block_size", "seconds", "requests")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    seconds: float
+    requests: int
+    def __init__(self, block_size: _Optional[int] = ..., seconds: _Optional[float] = ..., requests: _Optional[int] = ...) -> None: ...
 
 class TraceStartResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("records", "block_size", "request_count", "held_count", "left_out_count", "ended")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[TraceRecord]
+    block_size: int
+    request_count: int
+    held_count: int
+    left_out_count: int
+    ended: str
+    def __init__(self, records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., block_size: _Optional[int] = ..., request_count: _Optional[int] = ..., held_count: _Optional[int] = ..., left_out_count: _Optional[int] = ..., ended: _Optional[str] = ...) -> None: ...
+
+class TraceRecord(_message.Message):
+    __slots__ = ("seconds", "input_tokens", "output_tokens", "blocks", "tenant", "session")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    blocks: bytes
+    tenant: str
+    session: int
+    def __init__(self, seconds: _Optional[float] = ..., input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., blocks: _Optional[bytes] = ..., tenant: _Optional[str] = ..., session: _Optional[int] = ...) -> None: ...
 
 class TraceStopRequest(_message.Message):
     __slots__ = ()

@@ -864,7 +864,7 @@ class AdminStub:
                 request_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.VerifyResponse.FromString,
                 _registered_method=True)
-        self.TraceStart = channel.unary_unary(
+        self.TraceStart = channel.unary_stream(
                 '/kvstore.v1.Admin/TraceStart',
                 request_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.TraceStartRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.TraceStartResponse.FromString,
@@ -947,7 +947,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TraceStart(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Records the requests that come from now on, until TraceStop or until its reader leaves.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -1016,7 +1017,7 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.VerifyRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.VerifyResponse.SerializeToString,
             ),
-            'TraceStart': grpc.unary_unary_rpc_method_handler(
+            'TraceStart': grpc.unary_stream_rpc_method_handler(
                     servicer.TraceStart,
                     request_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.TraceStartRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.TraceStartResponse.SerializeToString,
@@ -1346,7 +1347,7 @@ class Admin:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/kvstore.v1.Admin/TraceStart',
