@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from google.protobuf.message import Message
@@ -105,16 +106,19 @@ class AdminCalls:
     def trace_start(
         self, block_size: int = 0, seconds: float = 0.0, requests: int = 0
     ) -> Iterator[pb.TraceStartResponse]:
-        """Records the requests that come from now on; ends when the iterator is closed, too.
+        """Records the requests that come from now on; closing the iterator ends it, too.
 
         The blocks of the trace are `block_size` tokens, or as large as the first request's.
         """
         request = pb.TraceStartRequest(block_size=block_size, seconds=seconds, requests=requests)
-        session = self._link.session_for_admin()
-        responses: Iterator[pb.TraceStartResponse] = session.transport.stream(
-            "TraceStart", request, self._link.timeouts.admin_seconds
-        )
-        return responses
+        limit = self._link.timeouts.admin_seconds
+        stream = self._link.session_for_admin().transport.stream("TraceStart", request, limit)
+        try:
+            yield from stream
+        except GeneratorExit:
+            with suppress(KVStoreError):  # it may just have ended
+                self.trace_stop()
+            raise
 
     def trace_stop(self) -> pb.TraceStopResponse:
         """Ends the recording, whoever began it."""

@@ -18,10 +18,8 @@ def hidden_words(key: bytes, words: np.ndarray) -> np.ndarray:
     """
     k0, k1 = (np.uint64(int.from_bytes(key[i : i + 8], "little")) for i in (0, 8))
     message = np.ascontiguousarray(words, np.uint64)
-    keys = (k0, k1, k0, k1)
-    state = [
-        np.full(len(message), start, np.uint64) ^ k for start, k in zip(_START, keys, strict=True)
-    ]
+    mixed = (np.uint64(s) ^ k for s, k in zip(_START, (k0, k1, k0, k1), strict=True))
+    state = [np.full(len(message), start, np.uint64) for start in mixed]
     for block in (message, np.uint64(_LENGTH)):
         state[3] ^= block
         _rounds(state, 2)

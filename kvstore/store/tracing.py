@@ -1,4 +1,4 @@
-"""Tracing: a recording of the requests that come, as a trace has them: lengths, times, equal blocks.
+"""Tracing: records the requests that come, as a trace has them: lengths, times, equal blocks.
 
 a request is heard of -> held until its end says how long its output was -> taken by a reader
 
