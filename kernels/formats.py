@@ -76,10 +76,11 @@ class BlockLayout:
             self._check_int4()
 
     def _check_int4(self) -> None:
-        if self.head_dim % 16 or self.block_size % self.token_group:
+        group = self.token_group
+        if self.head_dim % 16 or self.block_size % group or group & (group - 1):
             raise ValueError(
-                f"int4_kivi needs head_dim in sixteens and block_size in {self.token_group}s; "
-                f"they are {self.head_dim} and {self.block_size}"
+                "int4_kivi needs head_dim in sixteens and block_size in thirty-twos or a power of "
+                f"two; they are {self.head_dim} and {self.block_size}"
             )
         if self.kv_factor == 1:
             raise ValueError("int4_kivi tells K from V; kv_factor 1 has no V")
