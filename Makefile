@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS_STAMP := $(VENV)/.kernels-installed
+ENGINES_STAMP := $(VENV)/.engines-installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -12,7 +13,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels-env demo test test-long test-kernels compile-check simulate-faults lint \
+.PHONY: help install kernels-env engines-env demo test test-long test-kernels compile-check simulate-faults lint \
 	format typecheck proto docs bench clean
 
 help: ## Say what there is
@@ -36,13 +37,19 @@ $(KERNELS_STAMP): $(STAMP) requirements/kernels.lock
 	$(BIN)/pip install --quiet -r requirements/kernels.lock
 	@touch $@
 
+engines-env: $(ENGINES_STAMP) ## Add transformers to .venv, for the tests of engines
+
+$(ENGINES_STAMP): $(KERNELS_STAMP) requirements/engines.lock
+	$(BIN)/pip install --quiet -r requirements/engines.lock
+	@touch $@
+
 demo: install ## Replay a real trace, with a kill in the middle, and verify every byte
 	$(BIN)/kvstore demo
 
-test: install kernels-env ## The suite
+test: install kernels-env engines-env ## The suite
 	$(BIN)/pytest -m "not long and not gpu"
 
-test-long: install kernels-env ## What takes minutes: crash loops, long simulations, packaging
+test-long: install kernels-env engines-env ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not gpu"
 
 test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed

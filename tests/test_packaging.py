@@ -87,11 +87,12 @@ def test_lock_keeps_to_the_ranges() -> None:
         assert name in locked, f"{name} is not in requirements/dev.lock"
 
 
-def test_kernels_are_tested_with_the_versions_that_extras_install() -> None:
-    """torch and triton have one version: for users' extras and for the kernel tests."""
+def test_extras_are_tested_with_the_versions_that_they_install() -> None:
+    """torch, triton and transformers have one version: for users' extras and for the tests."""
     constraints = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     locked = (ROOT / "requirements" / "kernels.lock").read_text().splitlines()
-    for name in ("torch", "triton"):
+    locked += (ROOT / "requirements" / "engines.lock").read_text().splitlines()
+    for name in ("torch", "triton", "transformers"):
         pinned = [line for line in constraints if line.startswith(f"{name}==")]
         assert len(pinned) == 1
         assert pinned[0] in locked
@@ -100,9 +101,9 @@ def test_kernels_are_tested_with_the_versions_that_extras_install() -> None:
 def test_core_dependencies_leave_torch_out() -> None:
     """torch, triton and cupy come only with an extra."""
     for requirement in PROJECT["project"]["dependencies"]:
-        assert not requirement.startswith(("torch", "triton", "cupy")), requirement
+        assert not requirement.startswith(("torch", "triton", "cupy", "transformers")), requirement
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"bounds", "torch", "triton", "cupy", "gpu"}
+    assert set(extras) == {"bounds", "torch", "triton", "transformers", "cupy", "gpu"}
 
 
 def test_wheel_contains_only_kvstore(wheel: Path) -> None:

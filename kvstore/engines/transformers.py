@@ -1,0 +1,233 @@
+"""Hugging Face transformers: prefill a prompt with what the store has of it, and store the rest.
+
+lookup -> the plan's steps in order: load into a DynamicCache, or compute -> store -> report
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.client import Match, PutResult, ReuseHints, Space
+from kvstore.core.clock import perf_seconds
+from kvstore.core.errors import InvalidRequest, KVStoreError, SpecError
+from kvstore.core.plan import RECOMPUTE, PlanStep
+from kvstore.engines.identity import check_plain, spec_of
+
+__all__ = ["Prefill", "cache_argument", "prefill_with_store", "spec_of"]
+
+LINK = "host>hbm"  # the copy from the store's memory into the model's cache, wherever that lies
+
+
+@dataclass
+class Prefill:
+    """A prompt's prefill: the cache to go on from, and where its tokens came from.
+
+    `logits` are [1, vocabulary], of the last token; `cache` holds all `prompt_tokens`.
+    `seconds` is the time to the first token, the store's part of it `store_seconds`; storing comes
+    after and is not in it. `problem` says why the store was of no use, if it was not.
+    """
+
+    logits: Any
+    cache: Any
+    prompt_tokens: int
+    restored_tokens: int = 0
+    computed_tokens: int = 0
+    seconds: float = 0.0
+    store_seconds: float = 0.0
+    reason: str = ""
+    problem: str = ""
+    sources: dict[str, int] = field(default_factory=dict)
+    put: PutResult | None = None
+
+
+def prefill_with_store(
+    model: Any,
+    ids: Any,
+    space: Space,
+    *,
+    request_id: str | None = None,
+    adapter: str = "",
+    cache_salt: str = "",
+    chunk_tokens: int = 0,
+    deadline_seconds: float | None = None,
+    hints: ReuseHints | None = None,
+    store: bool = True,
+) -> Prefill:
+    """Prefills one prompt: restores what the plan loads, computes the rest, stores new full blocks.
+
+    `ids` are the prompt's token ids, [1, n] or [n]; `space` is an attachment of `spec_of(model)`.
+    With `chunk_tokens` it computes in calls of so many tokens. Whatever goes wrong with the store
+    costs time, never the result. Raises SpecError where the model's cache is not plain attention or
+    not what the space holds, InvalidRequest for an empty prompt or more than one.
+    """
+    return _Run(model, ids, space, chunk_tokens).prefill(
+        {"adapter": adapter, "cache_salt": cache_salt, "request_id": request_id, "hints": hints},
+        deadline_seconds,
+        store,
+    )
+
+
+class _Run:
+    """One prefill under way."""
+
+    def __init__(self, model: Any, ids: Any, space: Space, chunk_tokens: int) -> None:
+        import torch
+        from transformers import DynamicCache
+
+        self.torch, self.model, self.space = torch, model, space
+        self.ids = torch.as_tensor(ids, device=model.device)
+        if self.ids.ndim == 1:
+            self.ids = self.ids[None]
+        if self.ids.ndim != 2 or self.ids.shape[0] != 1 or not self.ids.shape[1]:
+            raise InvalidRequest(
+                f"ids has shape {tuple(self.ids.shape)}; pass the ids of one prompt, [1, n] or [n]"
+            )
+        _check_space(model, space)
+        self.tokens = self.ids[0].cpu().numpy()
+        self.chunk = chunk_tokens or self.ids.shape[1]
+        self.cache = DynamicCache(config=model.config)
+        self.caching = {cache_argument(model): self.cache}
+        self.done = Prefill(None, self.cache, self.ids.shape[1])
+
+    def prefill(
+        self, prompt: dict[str, Any], deadline_seconds: float | None, store: bool
+    ) -> Prefill:
+        began = perf_seconds()
+        match = self._lookup(prompt, deadline_seconds)
+        self.done.store_seconds = perf_seconds() - began
+        try:
+            self._restore(match)
+        finally:
+            if match is not None:
+                match.release()
+        self._compute(self.done.prompt_tokens)
+        self._synchronize()
+        self.done.seconds = perf_seconds() - began
+        if store:
+            known = 0 if match is None else match.matched_tokens // self.space.spec.block_size
+            self._put(prompt, known)
+        return self.done
+
+    def _lookup(self, prompt: dict[str, Any], deadline_seconds: float | None) -> Match | None:
+        # The last token is computed always: its logits are what is wanted.
+        try:
+            match = self.space.lookup(self.tokens[:-1], deadline_seconds=deadline_seconds, **prompt)
+        except KVStoreError as error:
+            self.done.problem = str(error)
+            return None
+        self.done.reason = match.reason
+        return match
+
+    def _restore(self, match: Match | None) -> None:
+        """Carries the plan's steps out, in order; what cannot be loaded is computed."""
+        if match is None or not match.block_count:
+            return
+        steps = match.plan.steps or (PlanStep(0, match.restore_tokens, "host"),)
+        began = perf_seconds()
+        try:
+            loaded = self._load(match)
+        except KVStoreError as error:
+            self.done.problem = str(error)
+            return
+        seconds = perf_seconds() - began
+        self.done.store_seconds += seconds
+        first = 0
+        for step in steps:
+            if step.source == RECOMPUTE:
+                if step.first_token + step.token_count <= match.matched_tokens:
+                    self._compute(step.first_token + step.token_count)
+                continue
+            stop = first + step.token_count
+            self._append(loaded[..., first:stop, :])
+            first = stop
+            self.done.restored_tokens += step.token_count
+            sources = self.done.sources
+            sources[step.source] = sources.get(step.source, 0) + step.token_count
+        with suppress(KVStoreError):
+            size = match.block_count * self.space.spec.block_bytes
+            self.space.report_transfer(LINK, size, seconds, match=match)
+
+    def _load(self, match: Match) -> Any:
+        """The plan's blocks in one tensor, [layer, k/v, head, token, dim]."""
+        torch, spec = self.torch, self.space.spec
+        shape = (spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        views = self.space.restore(match)
+        tokens = len(views) * spec.block_size
+        target = torch.empty(
+            (*shape[:3], tokens, spec.head_dim), dtype=self.model.dtype, device=self.model.device
+        )
+        with warnings.catch_warnings():
+            # The store's memory is read-only, and it is only read here.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            for n, view in enumerate(views):
+                block = torch.frombuffer(view, dtype=self.model.dtype).view(shape)
+                start = n * spec.block_size
+                target[..., start : start + spec.block_size, :].copy_(block)
+        self._synchronize()
+        match.check()
+        return target
+
+    def _append(self, loaded: Any) -> None:
+        """Adds tokens to the end of the cache."""
+        for n in range(len(loaded)):
+            self.cache.update(loaded[n, 0][None], loaded[n, 1][None], n)
+
+    def _compute(self, stop: int) -> None:
+        """Computes the prompt's tokens up to `stop`, and reports each call."""
+        while (start := self.cache.get_seq_length()) < stop:
+            past = min(stop, start + self.chunk)
+            began = perf_seconds()
+            with self.torch.no_grad():
+                output = self.model(
+                    self.ids[:, start:past], use_cache=True, logits_to_keep=1, **self.caching
+                )
+            self._synchronize()
+            self.done.logits = output.logits[:, -1]
+            self.done.computed_tokens += past - start
+            with suppress(KVStoreError):
+                clock = "device" if self.model.device.type == "cuda" else "wall"
+                seconds = perf_seconds() - began
+                self.space.report_step(seconds, [(past - start, start)], clock=clock)
+
+    def _put(self, prompt: dict[str, Any], first_block: int) -> None:
+        try:
+            self.done.put = self.space.put(self.tokens, self._block, first_block, **prompt)
+        except KVStoreError as error:
+            self.done.problem = self.done.problem or str(error)
+
+    def _block(self, position: int) -> Any:
+        """The bytes of one block, out of the cache."""
+        torch, spec = self.torch, self.space.spec
+        start, stop = position * spec.block_size, (position + 1) * spec.block_size
+        layers = self.cache.layers
+        parts = [
+            torch.stack([layer.keys[0, :, start:stop], layer.values[0, :, start:stop]])
+            for layer in layers
+        ]
+        return torch.stack(parts).cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            self.torch.cuda.synchronize(self.model.device)
+
+
+def cache_argument(model: Any) -> str:
+    """What a model calls its cache: newer releases of transformers warn of the older name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _check_space(model: Any, space: Space) -> None:
+    spec, layers = space.spec, check_plain(model)
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    ours = (layers, heads, str(model.dtype).removeprefix("torch."), "LKHND")
+    theirs = (spec.num_layers, spec.num_kv_heads, spec.dtype, spec.layout)
+    if ours != theirs:
+        raise SpecError(
+            f"the space holds (layers, KV heads, dtype, layout) {theirs}, the model has {ours}; "
+            "attach with spec_of(model)"
+        )
