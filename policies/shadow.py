@@ -205,6 +205,15 @@ class Shadows:
         """Whether a window has just been completed."""
         return len(self.complete) == 2 and not self.current.rows
 
+    @property
+    def window_requests(self) -> int:
+        """Requests that the estimates are of."""
+        return sum(len(half.rows) for half in self._recent)
+
+    @property
+    def _recent(self) -> list[Half]:
+        return [*list(self.complete)[-1:], self.current]
+
     def pass_by(self, seconds: float, prefill_seconds: float) -> None:
         """A request came, whether it is followed or not: its prefill without a store."""
         self.current.ended = seconds
@@ -283,7 +292,7 @@ class Shadows:
 
     def estimates(self) -> list[Estimate]:
         """What each variant would do, by the window."""
-        halves = [*list(self.complete)[-1:], self.current]
+        halves = self._recent
         tokens = max(1, sum(half.tokens for half in halves))
         prefill = sum(half.prefill_seconds for half in halves) or 1.0
         time = halves[-1].ended - halves[0].began

@@ -23,6 +23,7 @@ from kvstore.core.sizes import AUTO, AutoSize, Size, parse_size
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Factor = Annotated[float, msgspec.Meta(gt=0, le=64)]
 Role = Literal["engine", "admin"]
 
 SOCKET_IN_RUN = "/run/kvstore/kvstore.sock"
@@ -107,6 +108,8 @@ class TiersSection(Section, frozen=True):
 
 class PolicySection(Section, frozen=True):
     eviction: str = "saved_time"
+    shadows: tuple[str, ...] = ("lru", "gdsf", "saved_time")
+    shadow_capacities: Annotated[tuple[Factor, ...], msgspec.Meta(max_length=8)] = (0.5, 2.0, 4.0)
 
 
 class LimitsSection(Section, frozen=True):

@@ -13,6 +13,13 @@ RESTORE_FAILURES = ("corrupt", "failed", "timeout", "late", "queue", "room", "lo
 that did not end in time, a restore so far behind its plan that recomputing is faster, the link's
 queue is full, no room in the host tier, its lease ended meanwhile."""
 
+SHADOW_RESTARTS = ("overflow", "idle", "policy", "clear", "space")
+"""Why shadows start anew: more to follow than there is time for, time to spare for a larger sample,
+another policy, spaces cleared, a space with smaller blocks."""
+POLICY_SWITCHES = ("operator", "guard", "recovery")
+"""Why another policy acts: it was set; shadows show it to save more; the configured one is as good
+again."""
+
 
 class Recorder:
     """Does nothing with what it is told: the default of every part that takes a recorder."""
@@ -96,6 +103,34 @@ class Recorder:
 
     def events_dropped(self, count: int) -> None:
         """Events left the buffer before a subscriber read them."""
+
+    def shadow_request(self, outcome: str) -> None:
+        """A sampled request was `followed` by the shadows, or `skipped` while they start anew."""
+
+    def shadow_tokens(self, tokens: float) -> None:
+        """Prompts of so many tokens in all were followed, or are stood for."""
+
+    def shadow_served(
+        self, policy: str, tier: str, capacity: str, hit_tokens: float, seconds: float
+    ) -> None:
+        """A shadow hit so many of these tokens, which saves so many seconds of prefill."""
+
+    def set_shadow(
+        self, policy: str, tier: str, capacity: str, hit_ratio: float, per_second: float
+    ) -> None:
+        """A shadow's hits and saved seconds a second over the last requests."""
+
+    def set_shadow_share(self, share: float) -> None:
+        """The share of conversations that shadows follow."""
+
+    def shadow_restarted(self, reason: str) -> None:
+        """The shadows started anew; see SHADOW_RESTARTS for reasons."""
+
+    def policy_switched(self, reason: str) -> None:
+        """Another policy acts; see POLICY_SWITCHES for reasons."""
+
+    def set_policy_guarded(self, guarded: bool) -> None:
+        """Whether another policy acts than the one that is configured."""
 
     def loop_stall(self, seconds: float) -> None:
         """The owner thread was late for its own timer by `seconds`."""

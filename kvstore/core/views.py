@@ -51,8 +51,27 @@ class CostView:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowView:
+    """What would be with another policy, or with `tier` so many times as large.
+
+    Ratios and seconds are of the last requests that were followed; seconds are of prefill.
+    """
+
+    policy: str
+    tier: str
+    capacity_ratio: float
+    token_hit_ratio: float
+    saved_ratio: float
+    saved_seconds_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
 class StatusView:
-    """The daemon now. `state` is starting, serving, draining or degraded, for `reason`."""
+    """The daemon now. `state` is starting, serving, draining or degraded, for `reason`.
+
+    `policy` acts; where that is not the `configured_policy`, `policy_reason` says why. Of `shadows`
+    the first is the configured policy as it is; `what_if` says what they come to.
+    """
 
     state: str
     reason: str
@@ -72,6 +91,12 @@ class StatusView:
     pid: int
     uptime_seconds: float
     costs: tuple[CostView, ...] = ()
+    configured_policy: str = ""
+    policy_reason: str = ""
+    shadows: tuple[ShadowView, ...] = ()
+    shadow_share: float = 0.0
+    shadow_request_count: int = 0
+    what_if: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,40 @@ class Metrics(Recorder):
     def events_dropped(self, count: int) -> None:
         self.number("kvstore_events_dropped_total").add(count)
 
+    def shadow_request(self, outcome: str) -> None:
+        self.number("kvstore_shadow_requests_total", outcome).add()
+
+    def shadow_tokens(self, tokens: float) -> None:
+        self.number("kvstore_shadow_tokens_total").add(tokens)
+
+    def shadow_served(
+        self, policy: str, tier: str, capacity: str, hit_tokens: float, seconds: float
+    ) -> None:
+        labels = policy, tier, capacity
+        self.number("kvstore_shadow_hit_tokens_total", *labels).add(hit_tokens)
+        self.number("kvstore_shadow_saved_seconds_total", *labels).add(seconds)
+
+    def set_shadow(
+        self, policy: str, tier: str, capacity: str, hit_ratio: float, per_second: float
+    ) -> None:
+        labels = policy, tier, capacity
+        self.number("kvstore_shadow_hit_tokens_total", *labels)
+        self.number("kvstore_shadow_saved_seconds_total", *labels)
+        self._set("kvstore_shadow_token_hit_ratio", hit_ratio, *labels)
+        self._set("kvstore_shadow_saved_seconds_per_second", per_second, *labels)
+
+    def set_shadow_share(self, share: float) -> None:
+        self._set("kvstore_shadow_share_ratio", share)
+
+    def shadow_restarted(self, reason: str) -> None:
+        self.number("kvstore_shadow_restarts_total", reason).add()
+
+    def policy_switched(self, reason: str) -> None:
+        self.number("kvstore_policy_switches_total", reason).add()
+
+    def set_policy_guarded(self, guarded: bool) -> None:
+        self._set("kvstore_policy_guarded", int(guarded))
+
     def loop_stall(self, seconds: float) -> None:
         self.histogram("kvstore_loop_stall_seconds").observe(seconds)
 

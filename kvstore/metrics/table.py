@@ -8,7 +8,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import kvstore
-from kvstore.core.recorder import DEMOTION_SKIPS, RESTORE_FAILURES
+from kvstore.core.recorder import (
+    DEMOTION_SKIPS,
+    POLICY_SWITCHES,
+    RESTORE_FAILURES,
+    SHADOW_RESTARTS,
+)
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -54,6 +59,8 @@ class Row(NamedTuple):
 
 TIER = {"tier": TIERS}
 LINK = {"link": LINKS}
+# The live store's own shadow by default; the others are there once the store is.
+SHADOW = {"policy": ("saved_time",), "tier": ("host",), "capacity": ("1",)}
 TABLE = (
     Row("kvstore_sessions", GAUGE, "Sessions open."),
     Row("kvstore_spaces", GAUGE, "Spaces known: a KVSpec of a tenant each."),
@@ -154,6 +161,44 @@ TABLE = (
     Row(
         "kvstore_cost_error_ratio", GAUGE, "Measured over predicted seconds of a cost model.",
         {"subject": COST_SUBJECTS, "quantile": ("p50", "p99")},
+    ),
+    Row(
+        "kvstore_shadow_requests_total", COUNTER,
+        "Sampled requests that the shadows followed, or not while they start anew.",
+        {"outcome": ("followed", "skipped")},
+    ),
+    Row(
+        "kvstore_shadow_tokens_total", COUNTER,
+        "Tokens of prompts that the shadows stand for: followed ones over their share.",
+    ),
+    Row(
+        "kvstore_shadow_hit_tokens_total", COUNTER,
+        "Tokens of these that would be found, under another policy or capacity.", SHADOW,
+    ),
+    Row(
+        "kvstore_shadow_saved_seconds_total", COUNTER,
+        "Seconds of prefill that this would save.", SHADOW,
+    ),
+    Row(
+        "kvstore_shadow_token_hit_ratio", GAUGE,
+        "Tokens found out of all tokens looked up, over the last requests followed.", SHADOW,
+    ),
+    Row(
+        "kvstore_shadow_saved_seconds_per_second", GAUGE,
+        "Seconds of prefill saved a second, over the last requests followed.", SHADOW,
+    ),
+    Row("kvstore_shadow_share_ratio", GAUGE, "Share of the conversations that shadows follow."),
+    Row(
+        "kvstore_shadow_restarts_total", COUNTER, "Times that the shadows started anew.",
+        {"reason": SHADOW_RESTARTS},
+    ),
+    Row(
+        "kvstore_policy_guarded", GAUGE,
+        "1 while another policy acts than the one configured, because its shadow saves more.",
+    ),
+    Row(
+        "kvstore_policy_switches_total", COUNTER, "Times that another policy began to act.",
+        {"reason": POLICY_SWITCHES},
     ),
     Row(
         "kvstore_corrupt_blocks_total", COUNTER,

@@ -11,11 +11,16 @@ from kvstore.server.translate import spec_message
 _PLAIN_FIELDS = (
     "state", "reason", "session_count", "lease_count", "space_count", "policy", "version", "pid",
     "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count",
-    "pin_count",
+    "pin_count", "configured_policy", "policy_reason", "shadow_share", "shadow_request_count",
+    "what_if",
 )  # fmt: skip
 _COST_FIELDS = (
     "subject", "device", "unit", "state", "reason", "sample_count", "predicted_seconds",
     "ratio_p50", "ratio_p99",
+)  # fmt: skip
+_SHADOW_FIELDS = (
+    "policy", "tier", "capacity_ratio", "token_hit_ratio", "saved_ratio",
+    "saved_seconds_per_second",
 )  # fmt: skip
 _TIER_FIELDS = (
     "capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes",
@@ -34,6 +39,10 @@ def status_response(view: StatusView, counters: Mapping[str, float]) -> pb.Statu
         costs=[
             pb.CostStatus(**{field: getattr(cost, field) for field in _COST_FIELDS})
             for cost in view.costs
+        ],
+        shadows=[
+            pb.ShadowStatus(**{field: getattr(shadow, field) for field in _SHADOW_FIELDS})
+            for shadow in view.shadows
         ],
     )
 

@@ -53,6 +53,7 @@ from kvstore.store.reserve import ReserveFlow
 from kvstore.store.restore import RestoreFlow
 from kvstore.store.room import HostRoom
 from kvstore.store.sessions import Attachment, Identity, Session
+from kvstore.store.shadowing import Shadowing
 from kvstore.store.tracing import TraceRecorder
 from kvstore.store.verify import Verifier
 from kvstore.store.views import status_view
@@ -72,6 +73,7 @@ class KVStore(OperatorCalls):
         self.started = parts.clock.now()
         self.costs = CostKeeper(parts)
         self._rates = RateKeeper(parts)
+        self.shadowing = Shadowing(parts)
         self.tracer = TraceRecorder(parts)
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
@@ -304,6 +306,20 @@ class KVStore(OperatorCalls):
         if reservation is not None and reservation.session is session:
             self.reservations.end(reservation, "aborted")
 
+    def set_policy(self, eviction: str) -> None:
+        super().set_policy(eviction)
+        self.shadowing.policy_set(eviction)
+
+    def clear(self, space_id: bytes | None = None, tenant: str | None = None) -> Completion[int]:
+        answer = super().clear(space_id, tenant)
+        self.shadowing.cleared()
+        return answer
+
+    def bump_epoch(self, space_id: bytes) -> Completion[tuple[int, int]]:
+        answer = super().bump_epoch(space_id)
+        self.shadowing.cleared()
+        return answer
+
     # ---- Life ----
 
     def status(self) -> StatusView:
@@ -349,6 +365,7 @@ class KVStore(OperatorCalls):
         self.behind.tick(now)
         self.costs.tick(now)
         self._rates.tick(now)
+        self.shadowing.tick()
         self.tracer.tick(now)
         for session in list(parts.sessions.values()):
             if now - session.last_seen > SESSION_TTL_SECONDS:

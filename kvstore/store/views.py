@@ -46,6 +46,12 @@ def status_view(store: KVStore) -> StatusView:
         pid=os.getpid(),
         uptime_seconds=parts.clock.now() - store.started,
         costs=tuple(parts.costs.views()),
+        configured_policy=store.shadowing.guard.configured,
+        policy_reason=store.shadowing.guard.reason,
+        shadows=store.shadowing.views(),
+        shadow_share=store.shadowing.share,
+        shadow_request_count=store.shadowing.window_requests,
+        what_if=store.shadowing.what_if(),
     )
 
 

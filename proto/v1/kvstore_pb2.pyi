@@ -633,7 +633,7 @@ class StatusRequest(_message.Message):
     def __init__(self, with_spaces: _Optional[bool] = ..., with_tenants: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("state", "reason", "tiers", "session_count", "lease_count", "space_count", "policy", "version", "pid", "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count", "spaces", "tenants", "counters", "pin_count", "costs")
+    __slots__ = ("state", "reason", "tiers", "session_count", "lease_count", "space_count", "policy", "version", "pid", "uptime_seconds", "block_count", "readopted_blocks", "leased_bytes", "reservation_count", "spaces", "tenants", "counters", "pin_count", "costs", "configured_policy", "policy_reason", "shadows", "shadow_share", "shadow_request_count", "what_if")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -667,6 +667,12 @@ class StatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PIN_COUNT_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURED_POLICY_FIELD_NUMBER: _ClassVar[int]
+    POLICY_REASON_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_SHARE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WHAT_IF_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     tiers: _containers.MessageMap[str, TierStatus]
@@ -686,7 +692,29 @@ class StatusResponse(_message.Message):
     counters: _containers.ScalarMap[str, float]
     pin_count: int
     costs: _containers.RepeatedCompositeFieldContainer[CostStatus]
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Mapping[str, TierStatus]] = ..., session_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., space_count: _Optional[int] = ..., policy: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., block_count: _Optional[int] = ..., readopted_blocks: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reservation_count: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pin_count: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[CostStatus, _Mapping]]] = ...) -> None: ...
+    configured_policy: str
+    policy_reason: str
+    shadows: _containers.RepeatedCompositeFieldContainer[ShadowStatus]
+    shadow_share: float
+    shadow_request_count: int
+    what_if: str
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Mapping[str, TierStatus]] = ..., session_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., space_count: _Optional[int] = ..., policy: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., block_count: _Optional[int] = ..., readopted_blocks: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reservation_count: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pin_count: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[CostStatus, _Mapping]]] = ..., configured_policy: _Optional[str] = ..., policy_reason: _Optional[str] = ..., shadows: _Optional[_Iterable[_Union[ShadowStatus, _Mapping]]] = ..., shadow_share: _Optional[float] = ..., shadow_request_count: _Optional[int] = ..., what_if: _Optional[str] = ...) -> None: ...
+
+class ShadowStatus(_message.Message):
+    __slots__ = ("policy", "tier", "capacity_ratio", "token_hit_ratio", "saved_ratio", "saved_seconds_per_second")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    SAVED_RATIO_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    tier: str
+    capacity_ratio: float
+    token_hit_ratio: float
+    saved_ratio: float
+    saved_seconds_per_second: float
+    def __init__(self, policy: _Optional[str] = ..., tier: _Optional[str] = ..., capacity_ratio: _Optional[float] = ..., token_hit_ratio: _Optional[float] = ..., saved_ratio: _Optional[float] = ..., saved_seconds_per_second: _Optional[float] = ...) -> None: ...
 
 class CostStatus(_message.Message):
     __slots__ = ("subject", "device", "state", "reason", "sample_count", "predicted_seconds", "unit", "ratio_p50", "ratio_p99")
