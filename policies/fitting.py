@@ -138,7 +138,10 @@ class RecursiveFit:
             for (low, high), value in zip(self._ranges, spanned, strict=True)
         ]
         self._add([value / predicted for value in scaled], math.exp(clipped))
+        was_prior = self._held is None
         self._settle()
+        if was_prior and self._held is not None:
+            self.ratios.forget()  # errors of the prior are none of what was learned
         self._watch(scaled, seconds, clipped)
         return True
 

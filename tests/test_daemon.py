@@ -13,7 +13,9 @@ from kvstore.core.clock import perf_seconds
 from kvstore.core.config import Config, load
 from kvstore.core.machine import FixedMachine
 from kvstore.daemon.daemon import Daemon
-from kvstore.daemon.tiers import ProblemLog, call_within, link_threads
+from kvstore.daemon.tiers import ProblemLog, call_within, link_threads, paced
+from kvstore.testing import MemoryTier
+from kvstore.tiers.throttle import ThrottledTier
 
 
 def configured(**tiers: Any) -> Config:
@@ -35,6 +37,17 @@ def test_links_of_the_disk_are_there_with_a_disk(tmp_path: Any) -> None:
     threads = link_threads(configured(disk=disk))
     assert threads["disk>host"] == 5
     assert (threads["host>disk"], threads["disk>check"], threads["record"]) == (2, 1, 1)
+
+
+def test_a_disk_is_no_faster_than_it_may_be(tmp_path: Any) -> None:
+    """With a limit the disk tier is slowed down to it, without one it is used as it is."""
+    disk: Any = MemoryTier(1 << 20, "disk")
+    section = {"path": str(tmp_path / "d"), "size": "1GiB"}
+    assert paced(disk, configured(disk=section)) is disk
+    limited = paced(disk, configured(disk={**section, "bytes_per_second_max": "500MB"}))
+    assert isinstance(limited, ThrottledTier)
+    assert limited.bandwidth_bytes_per_second == 500e6
+    assert paced(None, configured()) is None
 
 
 def test_a_call_that_hangs_is_left(stuck: threading.Event) -> None:

@@ -1,9 +1,9 @@
-"""Slows a tier down to a bandwidth and a latency, for tests, simulation and what-if runs."""
+"""Slows a tier down to a bandwidth and a latency: a disk that others use too, what-if runs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import kvstore.core.clock
 from kvstore.core.clock import Clock, SystemClock
@@ -41,6 +41,14 @@ class ThrottledTier(TierDecorator):
     def read(self, place: int, target: Target, length: int) -> None:
         self._pass(length)
         self.inner.read(place, target, length)
+
+    def write_many(self, items: Sequence[tuple[int, Source]]) -> list[bytes]:
+        self._pass(sum(as_bytes(source).size for _, source in items))
+        return self.inner.write_many(items)
+
+    def read_many(self, items: Sequence[tuple[int, Target]], length: int) -> list[bytes | None]:
+        self._pass(length * len(items))
+        return self.inner.read_many(items, length)
 
     def verify(self, place: int, length: int, checksum: bytes) -> bool:
         self._pass(length)

@@ -2,7 +2,7 @@
 
 Simulated on a manual clock: engines and links whose true costs have knees, queues and 20 % noise.
 The models start from a prior that is wrong and learn from what is executed. After a warm-up each
-decision is judged by the true costs, without noise.
+decision is judged by the true costs, without noise. The live form is in `decide_live.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.bench.decide_live import run_live
 from kvstore.bench.decide_world import BLOCK_TOKENS, World, noise
 from kvstore.bench.measure import document
 from kvstore.core.clock import ManualClock
@@ -67,7 +69,15 @@ class Transfer:
     look_at: float
 
 
-def run(quick: bool = False, seed: int = 0) -> dict[str, Any]:
+def run(
+    quick: bool = False, seed: int = 0, live: bool = True, path: Path | None = None
+) -> dict[str, Any]:
+    """Both forms: simulated decisions, and those of a daemon with a slow disk below `path`."""
+    found = simulated(quick, seed)
+    return found | run_live(quick, path, seed) if live else found
+
+
+def simulated(quick: bool = False, seed: int = 0) -> dict[str, Any]:
     """Judges decisions in every combination of bandwidth, concurrency and plan shapes."""
     judged: list[Judged] = []
     cells: list[dict[str, Any]] = []

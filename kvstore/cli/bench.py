@@ -38,6 +38,13 @@ TARGETS = {
     "decide": {
         "share_slower_than_recompute": ("<=", 0.01),
         "mean_regret_ratio": ("<=", 0.05),
+        "live_ttft_ratio_to_store_off": ("<=", 1.01),
+        "live_ttft_mean_ratio_to_store_off": ("<=", 1.01),
+    },
+    "predict": {
+        "median_abs_error_ratio": ("<=", 0.20),
+        "p99_coverage": (">=", 0.97),
+        "p99_over_p50": ("<=", 3.0),
     },
     "policies": {"worst_cell_points": ("<=", 0.5)},
 }
@@ -48,7 +55,8 @@ HELP = {
     "memory": "The daemon's memory for an indexed block.",
     "disk": "Restores from disk and flushes to it against plain direct reads and writes.",
     "start": "Seconds until a daemon with a million blocks on disk serves, also after kill -9.",
-    "decide": "Restore plans from learned costs against the best plans there are, simulated.",
+    "decide": "Restore plans from learned costs against the best there are, and against no store.",
+    "predict": "What restores from disk were predicted to take against what they took.",
     "policies": "Policy saved_time against the better of lru and gdsf, cell by cell, simulated.",
 }
 path_option = click.option(
@@ -61,7 +69,7 @@ blocks_option = click.option(
 )  # fmt: skip
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="Which engines, links and prompts are drawn.",
+    help="Which engines, links, prompts and orders are drawn.",
 )  # fmt: skip
 workload_seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
@@ -72,10 +80,15 @@ traces_option = click.option(
     multiple=True, metavar="FILE",
     help="A trace to judge by; may be repeated. Else the shipped one.",
 )  # fmt: skip
+live_option = click.option(
+    "--live/--no-live", default=True, show_default=True,
+    help="Whether first tokens from a daemon with a slow disk are measured, too.",
+)  # fmt: skip
 OPTIONS = {
     "disk": [path_option],
     "start": [path_option, blocks_option],
-    "decide": [seed_option],
+    "decide": [seed_option, live_option, path_option],
+    "predict": [seed_option, path_option],
     "policies": [workload_seed_option, traces_option],
 }
 
@@ -87,7 +100,7 @@ OPTIONS = {
 def command(context: click.Context, as_json: bool, quick: bool) -> None:
     """Measure this store on this machine; without a name, all of it, one after the other.
 
-    All but `decide` and `policies` start a daemon. Exit 1 if a byte that came back was wrong.
+    All but `policies` start a daemon. Exit 1 if a byte that came back was wrong.
     """
     if context.invoked_subcommand is None:
         results = {}
@@ -101,11 +114,11 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
 
 
 def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
-    from kvstore.bench import decide, disk, lookup, memory, policies, put, restore, start
+    from kvstore.bench import decide, disk, lookup, memory, policies, predict, put, restore, start
 
     modules: dict[str, Any] = {
         "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
-        "start": start, "decide": decide, "policies": policies,
+        "start": start, "decide": decide, "predict": predict, "policies": policies,
     }  # fmt: skip
     return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 

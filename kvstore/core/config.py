@@ -98,6 +98,7 @@ class DiskSection(Section, frozen=True):
     demote_watermark: Share = 0.75
     read_timeout_seconds: Seconds = 5.0
     read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    bytes_per_second_max: Size | None = None
     direct: bool = True
 
 

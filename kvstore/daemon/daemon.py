@@ -27,6 +27,7 @@ from kvstore.daemon.tiers import (
     link_threads,
     lock_directories,
     open_tiers,
+    paced,
 )
 from kvstore.events import EventLog
 from kvstore.httpd import WatchServer
@@ -147,7 +148,7 @@ class Daemon:
         self.store = assemble(
             config, self.clock, tiers.host, tiers.record, self._mover,
             EventLog(self.clock.wall, config.limits.events_kept), self._defer,
-            random_token(8).hex(), self.metrics, tiers.disk,
+            random_token(8).hex(), self.metrics, paced(tiers.disk, config),
             self._journal and self._journal.journal,
         )  # fmt: skip
         self.store.on_drain = self.drain

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvstore.core.config import Config, HostSection
 from kvstore.core.generations import Generations
@@ -20,10 +20,12 @@ from kvstore.mover import (
     WRITE_LINK,
 )
 from kvstore.store.record import FileRecord, MemoryRecord, move_record
+from kvstore.tiers.base import AddressableTier, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.directory import FORMAT, check_empty, check_private
 from kvstore.tiers.epochs import EpochsFile
 from kvstore.tiers.host import HostTier, PoolConfig
+from kvstore.tiers.throttle import ThrottledTier
 
 LOCK_NAME = "LOCK"
 WRITE_THREADS = 2
@@ -87,6 +89,15 @@ def open_tiers(config: Config) -> OpenTiers:
     if epochs is not None and directory is not None:
         record = FileRecord(directory, epochs, lambda: generations.next, path is not None)
     return OpenTiers(host, disk, record, epochs)
+
+
+def paced(disk: DiskTier | None, config: Config) -> Tier | None:
+    """The disk tier as the store uses it: no faster than the configuration lets it be."""
+    limit = config.tiers.disk.bytes_per_second_max
+    if disk is None or limit is None:
+        return disk
+    # Nobody asks a disk tier for the memory that the decorator's type promises.
+    return ThrottledTier(cast("AddressableTier", disk), float(limit))
 
 
 def _open_host(

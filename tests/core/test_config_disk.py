@@ -74,6 +74,7 @@ VALUES = [
     ({"read_timeout_seconds": 0}, "tiers.disk.read_timeout_seconds"),
     ({"read_timeout_seconds": math.nan}, "tiers.disk.read_timeout_seconds"),
     ({"read_threads": 0}, "tiers.disk.read_threads"),
+    ({"bytes_per_second_max": 0}, "tiers.disk.bytes_per_second_max: the size 0 is out of range"),
     ({"direct": "yes"}, "tiers.disk.direct"),
     ({"sise": "1GiB"}, "tiers.disk.sise is no setting; did you mean size"),
 ]

@@ -46,6 +46,19 @@ def test_throttle_is_one_link():
     assert waits == pytest.approx([0.51, 0.52, 0.53])
 
 
+def test_throttle_lets_many_blocks_pass_as_one_transfer():
+    """What a tier reads or writes together stays together, for the time of all its bytes."""
+    clock = ManualClock(0.0)
+    tier = ThrottledTier(MemoryTier(1 << 20), 1e6, 0.5, clock, clock.advance)
+    places = tier.reserve(SIZE, 16, 3)
+    assert tier.write_many([(place, PAYLOAD) for place in places]) == [DIGEST] * 3
+    assert clock.now() == pytest.approx(0.53)
+    targets = [np.empty(SIZE, np.uint8) for _ in places]
+    found = tier.read_many(list(zip(places, targets, strict=True)), SIZE)
+    assert found == [DIGEST] * 3
+    assert clock.now() == pytest.approx(1.06)
+
+
 @pytest.mark.parametrize("fault", [Fault.SHORT_WRITE, Fault.FLIP_ON_WRITE])
 def test_lying_writes_show_by_the_checksum(fault):
     """A short write or flipped bit answers as if all was well; the checksum tells, once."""
