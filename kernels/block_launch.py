@@ -20,7 +20,7 @@ from kvstore.kernels.jit import blocks, int4
 
 COPY_WORDS = 2048
 TILE_VALUES = 4096
-CODES = {"int8_th": tl.int8, "fp8_bh": tl.float8e4nv, "int4_kivi": tl.uint8}
+CODES = {"int8_th": tl.int8, "fp8_bh": tl.float8e4nv, "int4_kivi": tl.int16}
 
 
 class Variant(NamedTuple):
@@ -82,11 +82,10 @@ def _rows(layout: BlockLayout, common: dict[str, Any], to_store: bool) -> Varian
 
 
 def _int4(layout: BlockLayout, common: dict[str, Any], to_store: bool) -> Variant:
-    spans = layout.head_dim // 2 // layout.channel_group
+    quarter = layout.head_dim // 4
     constants = common | {
-        "VALUES": False, "GROUP": layout.token_group, "CHANNELS": layout.channel_group,
-        "CHANNELS_P": triton.next_power_of_2(layout.channel_group),
-        "SPANS_P": triton.next_power_of_2(spans),
+        "VALUES": False, "GROUP": layout.token_group,
+        "QUARTER_P": triton.next_power_of_2(quarter), "PAIRED": layout.channel_group > quarter,
     }  # fmt: skip
     kernel = int4.quantize_int4 if to_store else int4.dequantize_int4
     programs = layout.num_kv_heads * (layout.block_size // layout.token_group)

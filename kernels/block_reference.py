@@ -79,7 +79,7 @@ def dequantize_rows(
         return (codes.float() * scale.transpose(1, 2)[..., None]).to(dtype)
     if layout.kv_format == "fp8_bh":
         return (codes.float() * scale[:, None, :, None]).to(dtype)
-    values = torch.cat([codes & 15, codes >> 4], 3).float()
+    values = _unpack(codes).float()
     if kv == 0:  # scales [n, heads, groups, 2, channel]
         step, zero = scale.unbind(3)
         grouped = values.unflatten(1, (-1, layout.token_group))
@@ -135,8 +135,14 @@ def _floor_bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
-    low, high = codes.to(torch.uint8).chunk(2, 3)
-    return low | (high << 4)
+    """Codes [..., head_dim] -> bytes [..., head_dim / 2]: words of one code of each quarter."""
+    first, second, third, fourth = codes.to(torch.uint8).chunk(4, 3)
+    return torch.stack([first | (second << 4), third | (fourth << 4)], 4).flatten(3)
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    low, high = packed.unflatten(3, (-1, 2)).unbind(4)
+    return torch.cat([low & 15, low >> 4, high & 15, high >> 4], 3)
 
 
 def _put(view: torch.Tensor | None, slots: torch.Tensor, values: torch.Tensor) -> None:

@@ -18,8 +18,9 @@ neither scales nor padding), else codes. Codes and scales, with x a value of the
 
 `int4_kivi` follows KIVI (Liu et al., 2024): keys have outlier channels, so their scales are per
 channel over a group of `token_group` tokens; values have none, so theirs are per token over a group
-of `channel_group` channels. Byte j of a row holds channel j in its low half and channel
-j + head_dim/2 in its high half; a channel group lies in one half.
+of `channel_group` channels. A row is 16-bit little-endian words: word i holds, from its lowest
+four bits up, channels i, i + q, i + 2q and i + 3q, where q is head_dim / 4. So each place in a word
+is a quarter of the channels in order, and a channel group is one quarter or two.
 
 Scales are bfloat16 values, and codes are made with the rounded scale: no error comes from rounding
 it, code x scale is exact in float32, and so dequantising gives the same bits everywhere.
@@ -121,9 +122,8 @@ class BlockLayout:
 
     @property
     def channel_group(self) -> int:
-        """Channels that share V scales in int4_kivi; a group never straddles a row's halves."""
-        half = self.head_dim // 2
-        return GROUP if half % GROUP == 0 else half
+        """Channels that share V scales in int4_kivi: a quarter of a row, of short rows half."""
+        return self.head_dim // (4 if self.head_dim >= 4 * GROUP else 2)
 
     def scale_shape(self, kv: int) -> tuple[int, ...]:
         """Shape of a layer's scales of K (`kv` 0) or V (1), in bfloat16; (0,) where none are."""
