@@ -74,6 +74,8 @@ class Units:
 
     def grow(self, unit: int, blocks: int) -> None:
         """It has so many blocks more."""
+        if not blocks:
+            return
         i = unit - self._taken
         self._sizes[i] += blocks
         self._alive[i] += blocks
