@@ -53,11 +53,13 @@ def load_config(path: Path | None, **sections: Any) -> Config:
     from kvstore.policies.base import policy_names
 
     config = load(path, os.environ, overrides=sections)
-    if config.policy.eviction not in policy_names():
-        raise ConfigError(
-            f"policy.eviction is {config.policy.eviction!r}; pass one of "
-            f"{', '.join(policy_names())}"
-        )
+    known = policy_names()
+    policy, fix = config.policy, f"pass one of {', '.join(known)}"
+    if policy.eviction not in known:
+        raise ConfigError(f"policy.eviction is {policy.eviction!r}; {fix}")
+    for name in policy.shadows:
+        if name not in known:
+            raise ConfigError(f"policy.shadows has {name!r}; {fix}")
     return config
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvstore.cli import shadows
 from kvstore.cli.admin import connected, socket_path
 from kvstore.cli.output import (
     by_speed,
@@ -64,6 +65,10 @@ def _show(status: dict[str, Any], path: str) -> None:
         click.echo()
         rows = [cost_row(cost) for cost in status["costs"]]
         print_table(COST_COLUMNS, rows, right=COST_COLUMNS[1:-1])
+    if status["shadow_request_count"]:
+        click.echo()
+        print_table(shadows.COLUMNS, shadows.rows(status), right=shadows.COLUMNS[1:])
+        click.echo(shadows.summary(status))
 
 
 def cost_row(cost: dict[str, Any]) -> list[str]:
@@ -95,7 +100,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     held = format_bytes(status["leased_bytes"])
     adopted = status["readopted_blocks"]
     return [
-        ("policy", status["policy"]),
+        ("policy", shadows.policy_line(status)),
         ("sessions", f"{status['session_count']:,}, this command's included"),
         ("leases", f"{status['lease_count']:,} on {held}"),
         ("puts under way", f"{status['reservation_count']:,}"),

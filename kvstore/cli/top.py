@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.cli import shadows
 from kvstore.cli.output import by_speed, json_option, print_json, socket_option, target
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.errors import StoreUnavailable
@@ -115,6 +116,8 @@ class Watch:
         parts.append(self._spark())
         if self._status.get("costs"):
             parts += [Text(), self._costs()]
+        if self._status.get("shadow_request_count"):
+            parts += [Text(), self._shadows(), Text(shadows.summary(self._status), "dim")]
         return Group(*parts)
 
     def _head(self) -> Text:
@@ -133,6 +136,8 @@ class Watch:
         )
         if status["reason"]:
             head.append(f"\n{status['reason']}", "red")
+        if status.get("policy_reason"):
+            head.append(f"\npolicy {shadows.policy_line(status)}", "yellow")
         return head
 
     def _tiers(self) -> Table:
@@ -179,6 +184,14 @@ class Watch:
             table.add_column(name, justify="right" if name in COST_COLUMNS[1:-1] else "left")
         for cost in self._status["costs"]:
             table.add_row(*cost_row(cost))
+        return table
+
+    def _shadows(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in shadows.COLUMNS:
+            table.add_column(name, justify="left" if name == shadows.COLUMNS[0] else "right")
+        for row in shadows.rows(self._status):
+            table.add_row(*row)
         return table
 
     def _spark(self) -> Text:

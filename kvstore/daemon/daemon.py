@@ -255,6 +255,12 @@ class Daemon:
             )  # fmt: skip
         if self._journal is not None:
             self._journal.check()
+        for shadow in view.shadows:
+            self.metrics.set_shadow(
+                shadow.policy, shadow.tier, f"{shadow.capacity_ratio:g}", shadow.token_hit_ratio,
+                shadow.saved_seconds_per_second,
+            )  # fmt: skip
+        self._problems.tell_policy(view.policy, view.policy_reason)
         for link in self._links:
             self.metrics.set_queue(link, self._mover.queued_bytes(link))
 
@@ -269,8 +275,7 @@ class Daemon:
         except ConfigError as error:
             _log.error("the configuration was not reloaded: %s", error)
             return
-        residency = self.store.parts.residency
-        if config.policy.eviction != residency.policy_name:
+        if config.policy.eviction != self.store.shadowing.guard.configured:
             self.store.set_policy(config.policy.eviction)
         self._take_quotas(config)
         self._with_quotas = {tenant.name for tenant in config.tenants}

@@ -129,10 +129,11 @@ def link_threads(config: Config) -> dict[str, int]:
 
 
 class ProblemLog:
-    """Tells the log when a tier gets a problem, and when it is over."""
+    """Tells the log when a tier, or the configured policy, gets a problem, and when it is over."""
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
+        self._policy_reason = ""
 
     def tell(self, tier: str, problem: str) -> None:
         if problem != self._told.get(tier, ""):
@@ -141,6 +142,16 @@ class ProblemLog:
                 _log.error("the %s tier takes no blocks: %s", tier, problem)
             else:
                 _log.warning("the %s tier takes blocks again", tier)
+
+    def tell_policy(self, policy: str, reason: str) -> None:
+        """`policy` acts, for this reason if it is not the configured one."""
+        if reason == self._policy_reason:
+            return
+        self._policy_reason = reason
+        if reason:
+            _log.warning("%s evicts now: %s", policy, reason)
+        else:
+            _log.info("%s evicts again, as configured", policy)
 
 
 def call_within(seconds: float, call: Callable[[], None]) -> bool:
