@@ -35,7 +35,7 @@ def to_toml(tables: dict[str, Any]) -> str:
 
 
 def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
-    plain = {k: v for k, v in table.items() if not isinstance(v, dict | list)}
+    plain = {k: v for k, v in table.items() if not _holds_tables(v)}
     if name and plain:
         lines += ["", f"[{name}]"]
     lines += [f"{key} = {_value(value)}" for key, value in plain.items()]
@@ -43,12 +43,18 @@ def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
         path = f"{name}.{key}" if name else key
         if isinstance(value, dict):
             _write_table(value, path, lines)
-        elif isinstance(value, list):
+        elif _holds_tables(value):
             for item in value:
                 lines += ["", f"[[{path}]]"]
                 lines += [f"{k} = {_value(v)}" for k, v in item.items()]
 
 
+def _holds_tables(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    )
+
+
 def _value(value: Any) -> str:
-    # JSON's strings, numbers and booleans are TOML's too.
+    # JSON's strings, numbers, booleans and lists of these are TOML's too.
     return json.dumps(value, ensure_ascii=False)

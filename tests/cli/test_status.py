@@ -21,7 +21,8 @@ def test_json_has_the_contracted_keys(kv: Any, engine: Any) -> None:
     assert status["state"] == "serving"
     assert (status["session_count"], status["lease_count"]) == (2, 1)
     assert status["space_count"] >= 1
-    assert status["policy"] == "lru"
+    assert status["policy"] == status["configured_policy"] == "saved_time"
+    assert status["policy_reason"] == status["what_if"] == ""
     host = status["tiers"]["host"]
     assert host["capacity_bytes"] == 16 << 20
     assert (host["used_bytes"], host["block_count"], host["state"]) == (4 * 4096, 4, "serving")
@@ -39,7 +40,7 @@ def test_table_says_what_matters(kv: Any, engine: Any, daemon: Any) -> None:
     assert outcome.code == 0
     for words in (
         f"is serving at {daemon.socket} (pid {daemon.process.pid}, up 0:",
-        "host  16 KiB", "16 MiB", "1 on 16 KiB", "lru",
+        "host  16 KiB", "16 MiB", "1 on 16 KiB", "saved_time",
     ):  # fmt: skip
         assert words in outcome.out
     match.release()
