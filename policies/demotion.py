@@ -1,49 +1,60 @@
 """Demotion: which blocks of the host tier are written to disk, and when.
 
-A conveyor: from a watermark on, every byte that a host pool takes in has one byte of its coldest
-blocks without a copy on disk written there. So what is evicted later, coldest first, lies on disk
-already, and what never gets cold is never written. Chains are written whole, parents first, since
-they are evicted from their end: what that is more than was due counts for what comes next, up to
-half of what the pool can take in between its watermark and its end.
+The cold end of a host pool has been dealt with: as many bytes as the pool holds above its watermark
+belong to its coldest leaf runs, and these are on disk, or not worth it. So what is evicted later,
+coldest first, lies on disk already, and what never gets cold is never written. A run that is used
+again leaves the cold end, and others get their turn. Chains are written whole, parents first, since
+they are evicted from their end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.core.block import NO_PLACE
-from kvstore.core.space import Space
 from kvstore.policies.actions import Demote
+from kvstore.policies.admission import Admission
 from kvstore.policies.base import EvictionPolicy
-from kvstore.policies.index import PrefixIndex, Run
+from kvstore.policies.index import PrefixIndex, Run, Span
 
 if TYPE_CHECKING:
     from kvstore.policies.residency import Residency
 
 HOST, DISK = 0, 1
+# Runs dealt with in a round: a turn of the owner is short.
+RUNS_MAX = 64
+# Runs not worth it longest ago that are judged anew in a round: costs and curves move.
+SECOND_LOOKS = 2
 
 
 class DemotionQueue:
-    """Leaf runs of each host pool that have something to write, in the order of the policy.
+    """Leaf runs of each host pool that were not dealt with, in the order of the policy.
 
-    `watermarks` and `credits` are bytes by pool; without a mark a pool is never written. Runs that
-    are on disk, or on their way, are parked until they have something to write again.
+    `watermarks` are bytes by pool; without a mark a pool is never written. Runs that were dealt
+    with are parked until they are used again or may have something to write again.
+    `admission` judges what is due, without one all of it is written; `passed_blocks` were not.
     """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self.watermarks: dict[str, int] = {}
-        self.credits: dict[str, int] = {}
+        self.admission: Admission | None = None
+        self.passed_blocks = 0
         self._ranks: dict[str, EvictionPolicy] = {}
-        self._owed: dict[str, int] = {}
-        self._unfinished: set[str] = set()
+        # Runs at the cold end with their blocks in host, and the bytes of these by pool.
+        self._cold: dict[Run, int] = {}
+        self._cold_bytes: dict[str, int] = {}
+        # Runs with blocks that were not worth a write, and how many.
+        self._passed: dict[Run, int] = {}
 
     def owed_bytes(self, pool: str) -> int:
-        """Bytes the pool took in above its watermark, less what was written for them."""
-        return self._owed.get(pool, 0)
+        """Bytes above the watermark that were not dealt with."""
+        used = self._residency.accounts.used(HOST, pool)
+        return used - self.watermarks[pool] - self._cold_bytes.get(pool, 0)
 
     def rank(self, run: Run) -> EvictionPolicy | None:
         """The order that `run` is in; None where nothing is written."""
@@ -63,53 +74,117 @@ class DemotionQueue:
     def forget(self) -> None:
         """The policy changes: everything is entered anew."""
         self._ranks.clear()
+        self._cold.clear()
+        self._cold_bytes.clear()
+
+    def take(self, pool: str, byte_count: int, scarcity: float = 0.0) -> Iterator[Demote]:
+        """Blocks to write for what is owed, parents first; at most about `byte_count`.
+
+        `scarcity` is what share (0 to 1) of what is worth a write cannot be written these days.
+        """
+        rank, left, index = self._ranks.get(pool), byte_count, self._residency.index
+        if rank is None or self.owed_bytes(pool) <= 0:
+            return
+        if self.admission is not None:
+            self.admission.begin(scarcity)
+            self._look_again()
+        runs = rank.victims(self._residency.accounts.tenants(HOST, pool))
+        for run in islice(runs, RUNS_MAX):
+            due = unwritten_above(index, run)
+            worthy = due if self.admission is None else self.admission.worthy(run, due)
+            for part, start, stop in worthy:
+                size = block_bytes(part)
+                stop = min(stop, start + max(1, left // size))
+                yield Demote(part, start, stop, HOST, DISK)
+                begun = moving(index, part, start, stop)
+                left -= begun * size
+                if self.admission is not None:
+                    self.admission.wrote(begun * size)
+                if left <= 0 or begun < stop - start:
+                    return
+            if run.alive:
+                rank.park(run)
+                self._settle(run, _blocks_of(run, due) - _blocks_of(run, worthy))
+            if self.owed_bytes(pool) <= 0:
+                return
+
+    def _settle(self, run: Run, passed: int) -> None:
+        """`run` was dealt with; so many of its own blocks are not worth a write."""
+        self._count(run, run.resident_in(HOST) // run.root.space.shard_count)
+        before = self._passed.pop(run, 0)
+        if passed:
+            self._passed[run] = passed
+            self.passed_blocks += max(0, passed - before)
+
+    def _count(self, run: Run, blocks: int) -> None:
+        """So many blocks of `run` are at the cold end now."""
+        pool, before = run.root.space.pool, self._cold.pop(run, 0)
+        if blocks:
+            self._cold[run] = blocks
+        size = (blocks - before) * block_bytes(run)
+        self._cold_bytes[pool] = self._cold_bytes.get(pool, 0) + size
+
+    def _look_again(self) -> None:
+        """Offers the runs that were passed over longest ago."""
+        for run in list(islice(self._passed, SECOND_LOOKS)):
+            self._passed[run] = self._passed.pop(run)
+            self.offer(run)
+
+    # ---- What happens to runs ----
 
     def offer(self, run: Run) -> None:
-        """`run` may have something to write again."""
+        """`run` may have something to write again, or is not cold any more."""
+        if run in self._cold:
+            self._count(run, 0)
         for rank in self.holders(run.root.space.pool):
             rank.unpark(run)
 
-    def taken_in(self, space: Space, slots: int) -> None:
-        """So many host slots more are in use."""
-        mark = self.watermarks.get(space.pool)
-        if mark is None:
-            return
-        used = self._residency.accounts.used(HOST, space.pool)
-        above = min(used - mark, slots * space.slot_bytes)
-        if above > 0:
-            self._owed[space.pool] = min(self.owed_bytes(space.pool) + above, used)
+    def used(self, run: Run) -> None:
+        """`run` was asked for."""
+        if run in self._cold:
+            self.offer(run)
 
-    def _count(self, pool: str, byte_count: int) -> None:
-        """So much is written of what was due."""
-        self._owed[pool] = max(self.owed_bytes(pool) - byte_count, -self.credits.get(pool, 0))
+    def shrunk(self, run: Run) -> None:
+        """Blocks of `run` may have left host."""
+        if run in self._cold:
+            blocks = run.resident_in(HOST) // run.root.space.shard_count
+            if blocks:
+                self._count(run, blocks)
+            else:
+                self.offer(run)
 
-    def take(self, pool: str, byte_count: int) -> Iterator[Demote]:
-        """Blocks to write for what is owed, parents first; at most about `byte_count`."""
-        rank, left = self._ranks.get(pool), byte_count
-        if rank is None or (self.owed_bytes(pool) <= 0 and pool not in self._unfinished):
-            return
-        for run in rank.victims(self._residency.accounts.tenants(HOST, pool)):
-            unwritten = unwritten_above(self._residency.index, run)
-            if not unwritten:
-                rank.park(run)
-            for part, start, stop in unwritten:
-                size = part.root.space.slot_bytes * part.root.space.shard_count
-                stop = min(stop, start + max(1, left // size))
-                self._unfinished.add(pool)
-                yield Demote(part, start, stop, HOST, DISK)
-                begun = moving(self._residency.index, part, start, stop)
-                left -= begun * size
-                self._count(pool, begun * size)
-                if left <= 0 or begun < stop - start:
-                    return
-            self._unfinished.discard(pool)
-            if self.owed_bytes(pool) <= 0:
-                return
-        self._unfinished.discard(pool)
-        self._owed[pool] = 0
+    def on_split(self, run: Run, tail: Run) -> None:
+        self.used(run)
+        passed = self._passed.pop(run, 0)
+        if passed:
+            self._passed[tail] = min(passed, tail.count)
+        if passed > tail.count:
+            self._passed[run] = passed - tail.count
+
+    def on_merge(self, run: Run, tail: Run) -> None:
+        self.used(run)
+        self._count(tail, 0)
+        passed = self._passed.pop(tail, 0)
+        if passed:
+            self._passed[run] = self._passed.pop(run, 0) + passed
+
+    def on_remove(self, run: Run) -> None:
+        if run in self._cold:
+            self._count(run, 0)
+        self._passed.pop(run, None)
 
 
-def unwritten(index: PrefixIndex, run: Run) -> list[tuple[Run, int, int]]:
+def _blocks_of(run: Run, spans: Sequence[Span]) -> int:
+    """How many blocks of `run` are in the spans."""
+    return sum(stop - start for part, start, stop in spans if part is run)
+
+
+def block_bytes(run: Run) -> int:
+    """Bytes of one block, all its shards."""
+    return run.root.space.slot_bytes * run.root.space.shard_count
+
+
+def unwritten(index: PrefixIndex, run: Run) -> list[Span]:
     """Stretches (run, start, stop) of `run` that are in host and neither on disk nor on the way."""
     ready, shards = run.ready, run.root.space.shard_count
     if ready <= 0 or run.resident_in(DISK) == ready * shards:
@@ -117,12 +192,12 @@ def unwritten(index: PrefixIndex, run: Run) -> list[tuple[Run, int, int]]:
     grid = index.places_grid(run, 0, ready)
     wanted = (grid[:, HOST] >= 0).all(axis=1) & (grid[:, DISK] == NO_PLACE).all(axis=1)
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
-    return [(run, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [Span(run, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def unwritten_above(index: PrefixIndex, run: Run) -> list[tuple[Run, int, int]]:
+def unwritten_above(index: PrefixIndex, run: Run) -> list[Span]:
     """The same of `run` and all of its ancestors, parents first."""
-    found: list[tuple[Run, int, int]] = []
+    found: list[Span] = []
     here: Run | None = run
     while here is not None and here.count:
         found = unwritten(index, here) + found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.core.space import Space
+from kvstore.policies.admission import scarcity
 from kvstore.policies.index import Span
 from kvstore.policies.residency import Residency
 
@@ -47,14 +48,15 @@ class DiskTier:
         self._spent_at = 0.0
         self.written_blocks = 0
         for pool, capacity in host_bytes.items():
-            residency.demote_above(pool, int(WATERMARK * capacity), capacity)
+            residency.demote_above(pool, int(WATERMARK * capacity))
 
     def write(self, space: Space, places: Places, seconds: float) -> None:
         """Writes what is due, `seconds` into the trace, as far as the budget lasts."""
         index, left = self._residency.index, self._left(seconds)
         if left <= 0:
             return
-        for action in self._residency.demotions(space.pool, left):
+        scarce = scarcity(self._budget, self._daily)
+        for action in self._residency.demotions(space.pool, left, scarce):
             run, start, stop = action.run, action.start, action.stop
             index.begin_move(run, start, stop, DISK)
             index.end_move(run, start, DISK, places.column(stop - start))

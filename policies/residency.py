@@ -18,6 +18,7 @@ from kvstore.policies import (  # noqa: F401  (they register themselves)
 )
 from kvstore.policies.accounts import pool_in
 from kvstore.policies.actions import Action, Admit, Demote, Drop
+from kvstore.policies.admission import Admission
 from kvstore.policies.base import EvictionPolicy, create
 from kvstore.policies.demotion import DemotionQueue
 from kvstore.policies.hearing import Hearing
@@ -73,6 +74,7 @@ class Residency(Hearing):
         run.touched = self.tick
         run.hits += 1
         self._use(run)
+        self._demotions.used(run)
         if self.on_event is not None:
             self._record("access", run.root.space.id, run.root.digest, run.first + run.ready)
         for tier in range(self.index.tier_count):
@@ -103,26 +105,44 @@ class Residency(Hearing):
 
     # Demotion
 
-    def demote_above(self, pool: str, watermark_bytes: int, capacity_bytes: int) -> None:
+    def demote_above(self, pool: str, watermark_bytes: int) -> None:
         """From so many bytes used on, host `pool` has its coldest blocks written to disk."""
         self._demotions.watermarks[pool] = watermark_bytes
         self._forget_orders()
-        self._demotions.credits[pool] = (capacity_bytes - watermark_bytes) // 2
-        self._record("demote_above", pool, watermark_bytes, capacity_bytes)
+        self._record("demote_above", pool, watermark_bytes)
 
-    def demotions(self, pool: str, byte_count: int) -> Iterator[Demote]:
+    def set_prices(self, gpu_second: float, written_byte: float, disk_bytes: int) -> None:
+        """Writes only what is worth it from now on, at these prices and with a disk of this size.
+
+        Until then, everything that is due is written.
+        """
+        self._record("set_prices", gpu_second, written_byte, disk_bytes)
+        if self._demotions.admission is None:
+            self._demotions.admission = Admission(self.context)
+        self._demotions.admission.set_prices(gpu_second, written_byte, disk_bytes)
+
+    @property
+    def passed_blocks(self) -> int:
+        """Blocks that were due for the disk and not worth it, so far."""
+        return self._demotions.passed_blocks
+
+    def demotions(self, pool: str, byte_count: int, scarcity: float = 0.0) -> Iterator[Demote]:
         """Yields what of host `pool` to write to disk now, parents first, about `byte_count`.
 
-        Mark each (`PrefixIndex.begin_move`) or stop before asking for the next.
+        Mark each (`PrefixIndex.begin_move`) or stop before asking for the next. `scarcity` is what
+        share (0 to 1) of what is worth a write the disk cannot take these days: the least goes.
         """
-        self._record("demotions", pool, byte_count)
-        for demote in self._demotions.take(pool, byte_count):
+        self._record("demotions", pool, byte_count, scarcity)
+        for demote in self._demotions.take(pool, byte_count, scarcity):
             if self.on_action is not None:
                 self.on_action(demote)
             yield demote
 
     def copy_lost(self, run: Run) -> None:
-        """Blocks of `run` have no copy on disk any more, or did not get there: they may again."""
+        """Blocks of `run` did not get to disk, or were no good there: they are due again.
+
+        Not so what the disk had no room for any more: with a small disk, that would never end.
+        """
         self._demotions.offer(run)
 
     # Room
@@ -192,6 +212,8 @@ class Residency(Hearing):
             assert used < before, "a Drop was not carried out"
             if run.alive:
                 self._inherit(run)
+                if not tier:
+                    self._demotions.shrunk(run)
             policy.on_evicted(run)
             if used <= goal:
                 return
@@ -213,8 +235,6 @@ class Residency(Hearing):
 
     def on_slots(self, space: Space, tier: int, delta: int) -> None:
         self.accounts.add(space, tier, delta)
-        if not tier and delta > 0:
-            self._demotions.taken_in(space, delta)
 
     def on_ready(self, run: Run, start: int, stop: int) -> None:
         self.tick += 1
@@ -251,6 +271,7 @@ class Residency(Hearing):
     def on_split(self, run: Run, tail: Run) -> None:
         if run.policy is not None and run.policy.leaf is run:
             run.policy.leaf = tail
+        self._demotions.on_split(run, tail)
         for policy in self._holders(run):
             policy.on_split(run, tail)
 
@@ -259,11 +280,13 @@ class Residency(Hearing):
         if tail.policy is not None and tail.policy.leaf is tail:
             tail.policy.leaf = run
         run.policy = newest(run.policy, tail.policy)
+        self._demotions.on_merge(run, tail)
         for policy in self._holders(run):
             policy.on_merge(run, tail)
 
     def on_remove(self, run: Run) -> None:
         self._inherit(run)
+        self._demotions.on_remove(run)
         for policy in self._holders(run):
             policy.on_remove(run)
 
@@ -277,6 +300,8 @@ class Residency(Hearing):
     def on_leaf(self, run: Run, tier: int) -> None:
         for policy in self._rankings(tier, run):
             policy.on_leaf(run)
+        if not tier:
+            self._demotions.shrunk(run)
         if tier and run.is_leaf(0):
             # With a copy below, less is lost when it goes from above.
             for policy in self._rankings(0, run):

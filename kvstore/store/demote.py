@@ -282,4 +282,4 @@ def begin_conveyors(parts: Parts) -> None:
     for pool in parts.config.host_pools:
         capacity = parts.host.usage(pool).capacity_bytes
         mark = int(capacity * parts.config.tiers.disk.demote_watermark)
-        parts.residency.demote_above(pool, mark, capacity)
+        parts.residency.demote_above(pool, mark)

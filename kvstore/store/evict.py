@@ -39,8 +39,6 @@ class Remover:
         if keep < stop:
             keys = compress(index.keys(Span(run, keep, stop)), there)
             self._tell(space, tier, reason, b"".join(keys))
-            if tier == DISK:
-                self._parts.residency.copy_lost(run)
         self.removed(space, removed, reason)
 
     def make_room(self, space: Space, byte_count: int, tier: int = HOST) -> None:

@@ -23,6 +23,7 @@ def two_tiers(make_desk: Callable[..., Desk]) -> Callable[..., Desk]:
     def make(host: int = 64, disk: int = 1024, **changes: Any) -> Desk:
         sections = changes.pop("sections", {})
         section = {**DISK_SECTION, **changes.pop("disk_section", {})}
+        sections = {"policy": {"eviction": "lru"}, **sections}
         return make_desk(
             tier=MemoryTier(host * BLOCK), disk=MemoryTier(disk * BLOCK, "disk"),
             sections={**sections, "tiers": {"disk": section}}, **changes,
