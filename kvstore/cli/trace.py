@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvstore.cli.output import finish, json_option, print_json, print_table
+from kvstore.cli.trace_record import record
 from kvstore.core.sizes import format_bytes
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -34,7 +35,10 @@ SPREADS = {
 
 @click.group()
 def command() -> None:
-    """Inspect, convert and make prefix traces (Mooncake JSONL, plain, .zst or .gz)."""
+    """Inspect, convert, make and record prefix traces (Mooncake JSONL, plain, .zst or .gz)."""
+
+
+command.add_command(record)
 
 
 @command.command()

@@ -1,4 +1,4 @@
-"""`TraceEngine`: an inference engine without the model: looks up, restores, checks, stores.
+"""`TraceEngine`: an inference engine without the model: looks up, restores, checks, stores, ends.
 
 Tokens follow from a request's ids and payloads from block keys, so that every restored byte can be
 checked. The daemon may go away at any moment: then the request is recomputed, and counted.
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import LeaseLost, LimitReached, NotFound, StoreUnavailable
-from kvstore.core.plan import RECOMPUTE
+from kvstore.core.plan import RECOMPUTE, ReuseHints
 from kvstore.replay.formats import TraceRequest
 from kvstore.replay.payload import PayloadMaker, PromptMaker, prompt_keys
 from kvstore.replay.tally import Tally
@@ -24,9 +24,14 @@ PUT_BYTES = 16 << 20
 class ClientSpace(Protocol):
     """What the engine uses of a client's attached space."""
 
-    def lookup(self, token_ids: np.ndarray) -> Any: ...
+    def lookup(
+        self, token_ids: np.ndarray, *, request_id: str, hints: ReuseHints | None
+    ) -> Any: ...
     def restore_into(self, match: Any, buffers: Any) -> Any: ...
-    def put(self, token_ids: np.ndarray, blocks: Any, first_block: int = 0) -> Any: ...
+    def put(
+        self, token_ids: np.ndarray, blocks: Any, first_block: int = 0, *, request_id: str
+    ) -> Any: ...
+    def finish_request(self, request_id: str, output_tokens: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +64,34 @@ class TraceEngine:
 
     def serve(self, attached: AttachedSpace, request: TraceRequest, seen: Seen) -> None:
         """Serves one request; StoreUnavailable is counted and passed on."""
-        tally, full = self.tally, request.full_blocks
+        tally = self.tally
         tally.requests += 1
         tally.input_tokens += request.input_length
-        tokens = self._prompts.tokens(request.hash_ids, request.input_length)
+        # Each client has a session of its own, so that its own numbers will do.
+        request_id = str(tally.requests)
         try:
-            self._serve_blocks(attached, tokens[: full * self._block_size], full, seen)
+            self._serve_blocks(attached, request, request_id, seen)
+            attached.space.finish_request(request_id, request.output_length)
         except StoreUnavailable:
             tally.unavailable += 1
             raise
 
     def _serve_blocks(
-        self, attached: AttachedSpace, tokens: np.ndarray, full: int, seen: Seen
+        self, attached: AttachedSpace, request: TraceRequest, request_id: str, seen: Seen
     ) -> None:
+        tokens = self._prompts.tokens(request.hash_ids, request.input_length)
+        hints = ReuseHints(session=request.session) if request.session else None
         phase = seen.phase
         start = perf_seconds()
-        match = attached.space.lookup(tokens)
+        match = attached.space.lookup(tokens, request_id=request_id, hints=hints)
         self.tally.lookup_seconds.append(perf_seconds() - start)
         with match:
             keys = prompt_keys(attached.space_id, tokens, self._block_size)
-            self._reserve_buffer(full, attached.block_bytes)
+            self._reserve_buffer(request.full_blocks, attached.block_bytes)
             restored = self._restore(attached, match, keys)
             self._count_hits(match, restored, phase, seen)
-            self._store(attached, tokens, keys, match.matched_tokens // self._block_size, seen)
+            first = match.matched_tokens // self._block_size
+            self._store(attached, tokens, keys, first, request_id, seen)
 
     def _restore(self, attached: AttachedSpace, match: Any, keys: list[bytes]) -> int:
         """Copies the match out and checks it; answers with the blocks that came back right."""
@@ -119,8 +129,9 @@ class TraceEngine:
         self.tally.readopted_hit_tokens += old * self._block_size
 
     def _store(
-        self, attached: AttachedSpace, tokens: np.ndarray, keys: list[bytes], first: int, seen: Seen
-    ) -> None:
+        self, attached: AttachedSpace, tokens: np.ndarray, keys: list[bytes], first: int,
+        request_id: str, seen: Seen,
+    ) -> None:  # fmt: skip
         """Puts what the lookup did not find, in pieces of bounded size, front to back."""
         piece = max(PUT_BYTES // attached.block_bytes, 1)
         maker = self._maker(attached)
@@ -132,7 +143,7 @@ class TraceEngine:
             start = perf_seconds()
             try:
                 result = attached.space.put(
-                    tokens[: stop * self._block_size], blocks, first_block=at
+                    tokens[: stop * self._block_size], blocks, at, request_id=request_id
                 )
             except (LimitReached, NotFound):
                 self.tally.rejected_blocks += stop - at

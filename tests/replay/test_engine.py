@@ -38,10 +38,12 @@ class FakeSpace:
         self.open_matches = 0
         self.fault: Exception | None = None
         self.capacity = 10**9
+        self.calls: list[tuple[Any, ...]] = []
 
-    def lookup(self, tokens: np.ndarray) -> Match:
+    def lookup(self, tokens: np.ndarray, *, request_id: str, hints: Any) -> Match:
         if self.fault:
             raise self.fault
+        self.calls.append(("lookup", request_id, len(tokens), hints and hints.session))
         keys = prompt_keys(self.space_id, tokens, SIZE)
         found = next((i for i, k in enumerate(keys) if k not in self.blocks), len(keys))
         self.open_matches += 1
@@ -56,7 +58,14 @@ class FakeSpace:
         for row, key in zip(buffers, match.keys, strict=False):
             row[:] = np.frombuffer(self.blocks[key], dtype=np.uint8)
 
-    def put(self, tokens: np.ndarray, blocks: np.ndarray, first_block: int = 0) -> Any:
+    def finish_request(self, request_id: str, output_tokens: int) -> None:
+        assert not self.open_matches, "a request ended before its leases did"
+        self.calls.append(("finish", request_id, output_tokens))
+
+    def put(
+        self, tokens: np.ndarray, blocks: np.ndarray, first_block: int = 0, *, request_id: str
+    ) -> Any:
+        self.calls.append(("put", request_id, len(tokens)))
         keys = prompt_keys(self.space_id, tokens, SIZE)[first_block:]
         room = max(self.capacity - len(self.blocks), 0)
         for key, row in zip(keys[:room], blocks, strict=False):
@@ -82,10 +91,13 @@ def engine() -> TraceEngine:
     return TraceEngine(PromptMaker(SIZE), SIZE, Tally())
 
 
-def serve(engine: TraceEngine, space: FakeSpace, board: Board, *ids: int, length: int = 0) -> Tally:
+def serve(
+    engine: TraceEngine, space: FakeSpace, board: Board, *ids: int, length: int = 0,
+    session: str = "",
+) -> Tally:  # fmt: skip
     request = TraceRequest(
-        timestamp=0, input_length=length or len(ids) * SIZE, output_length=1, hash_ids=list(ids),
-        block_size=SIZE,
+        timestamp=0, input_length=length or len(ids) * SIZE, output_length=77, hash_ids=list(ids),
+        block_size=SIZE, session=session,
     )  # fmt: skip
     attached = AttachedSpace(space, space.space_id, space.epoch, space.block_bytes)
     engine.serve(attached, request, Seen(board, np.array(ids)))
@@ -102,6 +114,18 @@ def test_hits_are_verified_prefix_tokens(
     assert (tally.stored_blocks, tally.restored_blocks, tally.wrong_bytes) == (4, 2, 0)
     assert tally.input_tokens == 48 + 63
     assert space.open_matches == 0
+
+
+def test_the_store_hears_of_whole_requests(
+    engine: TraceEngine, space: FakeSpace, board: Board
+) -> None:
+    """Lookup, puts and end of a request name it; its whole length, session and output are told."""
+    serve(engine, space, board, 1, 2, 3, length=3 * SIZE - 5, session="s")
+    serve(engine, space, board, 1, 2)
+    assert space.calls == [
+        ("lookup", "1", 3 * SIZE - 5, "s"), ("put", "1", 2 * SIZE), ("finish", "1", 77),
+        ("lookup", "2", 2 * SIZE, None), ("finish", "2", 77),
+    ]  # fmt: skip
 
 
 def test_wrong_bytes_are_no_hits(engine: TraceEngine, space: FakeSpace, board: Board) -> None:
