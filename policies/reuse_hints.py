@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvstore.policies.reuse_curves import Curves
 from kvstore.policies.reuse_units import Units
 from kvstore.policies.uses import PRIORITY_MAX, REUSE_HINTS, Hint
@@ -57,6 +59,11 @@ class Hints:
         say of such a hint."""
         return self._curves.factors.values[self.factor][self.code(tenant, kind)]
 
+    def beliefs(self) -> Iterator[tuple[str, str, float]]:
+        """(tenant, hint, factor) of all that were given; those past TENANTS_MAX are tenant ''."""
+        for tenant, kind in self._codes:
+            yield tenant, _name(kind), self.belief(tenant, kind)
+
     def weight(self, tenant: str, priority: int) -> float:
         """What a request's priority makes of its blocks' worth, among those of its tenant.
 
@@ -70,3 +77,12 @@ class Hints:
         mean = 1.0 if mean is None else mean
         self._priorities[tenant] = mean + 0.01 * (weight - mean)
         return weight / mean
+
+
+def _name(kind: int) -> str:
+    """What metrics call a kind: the hint, or when it said that the prompt is back."""
+    if kind < len(REUSE_HINTS):
+        return REUSE_HINTS[kind]
+    later = kind - len(REUSE_HINTS)
+    limit = f"within {BACK_SECONDS[later]:g} s" if later < len(BACK_SECONDS) else "later"
+    return f"back {limit}"

@@ -253,6 +253,8 @@ class Daemon:
                 cost.label, cost.state == "fitted", cost.sample_count, cost.ratio_p50,
                 cost.ratio_p99,
             )  # fmt: skip
+        for tenant, hint, belief in parts.requests.hint_beliefs():
+            self.metrics.set_hint(tenant, hint, belief)
         if self._journal is not None:
             self._journal.check()
         for shadow in view.shadows:

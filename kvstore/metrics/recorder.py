@@ -241,6 +241,9 @@ class Metrics(Recorder):
         self._set("kvstore_cost_error_ratio", ratio_p50, subject, "p50")
         self._set("kvstore_cost_error_ratio", ratio_p99, subject, "p99")
 
+    def set_hint(self, tenant: str, hint: str, belief: float) -> None:
+        self._set("kvstore_hint_belief_ratio", belief, tenant, hint)
+
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         self.number("kvstore_corrupt_blocks_total", tier).add(blocks)
 

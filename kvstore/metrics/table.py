@@ -201,6 +201,11 @@ TABLE = (
         {"reason": POLICY_SWITCHES},
     ),
     Row(
+        "kvstore_hint_belief_ratio", GAUGE,
+        "Reuse of a tenant's hinted prompts over that of all with such a hint; 0 until given.",
+        {"tenant": ("default",), "hint": ("none", "likely", "certain")},
+    ),
+    Row(
         "kvstore_corrupt_blocks_total", COUNTER,
         "Blocks that did not match their checksum; each was a miss.", TIER,
     ),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from kvstore.core.plan import NO_ASK, Ask, Query, ReuseHints
 from kvstore.core.space import Space
 from kvstore.policies.residency import Residency
+from kvstore.policies.reuse_model import ReuseModel
 from kvstore.policies.uses import (
     REUSE_HINTS,
     UNKNOWN_TOKENS,
@@ -119,6 +120,11 @@ class RequestBook:
         self._residency.finish(known.use, output, _hint(reuse))
         for finished in self.finished:
             finished(known.use, output)
+
+    def hint_beliefs(self) -> list[tuple[str, str, float]]:
+        """(tenant, hint, factor): how much more is reused than hints of this kind let expect."""
+        model = self._residency.context.models.get(ReuseModel)
+        return list(model.hints.beliefs()) if isinstance(model, ReuseModel) else []
 
     def _tell(self, attachment: Attachment, query: Query, ask: Ask) -> Use:
         space, reuse = attachment.space, query.reuse

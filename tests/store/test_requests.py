@@ -204,3 +204,16 @@ def test_costs_reach_the_policies(desk: Desk, reader: Engine, told: Told) -> Non
         )
     desk.advance(5)
     assert len(told.of("set_rates")) == 1
+
+
+def test_a_hint_that_lies_loses_its_weight(desk: Desk, reader: Engine, told: Told) -> None:
+    """Of two tenants that say "certain", the one whose prompts never come back is believed less."""
+    others = desk.engine(tenant="b", **GRAIN)
+    for n in range(300):
+        desk.advance(1.0)
+        for engine, again in ((reader, True), (others, False)):
+            prompt = [n // 2 if again else n, *TOKENS]
+            query = hinted(engine, prompt, f"{n}", expect_reuse=3)
+            desk.wait(desk.kv.lookup(engine.attachment, query, 0, NO_ASK))
+    beliefs = {(t, hint): factor for t, hint, factor in desk.kv.parts.requests.hint_beliefs()}
+    assert beliefs["b", "certain"] < 0.7 * beliefs["default", "certain"]
