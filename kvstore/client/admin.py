@@ -112,6 +112,7 @@ class AdminCalls:
         """
         request = pb.TraceStartRequest(block_size=block_size, seconds=seconds, requests=requests)
         limit = self._link.timeouts.admin_seconds
+        self._link.start_background()  # says that the session lives
         stream = self._link.session_for_admin().transport.stream("TraceStart", request, limit)
         try:
             yield from stream
