@@ -28,7 +28,8 @@ BELOW_STORE = {"core", "tiers", "policies", "mover"}
 # part: the parts it may import. The longest name that fits a module is its part.
 IMPORT_MAP: dict[str, set[str]] = {
     "core": {"core"},
-    "tiers": {"core", "tiers"},
+    "cuda": {"cuda"},
+    "tiers": {"core", "cuda", "tiers"},
     "policies": {"core", "policies"},
     "kernels": {"kernels"},
     "proto": {"proto"},
@@ -36,7 +37,7 @@ IMPORT_MAP: dict[str, set[str]] = {
     "store": {*BELOW_STORE, "store"},
     "recovery": {*BELOW_STORE, "store", "recovery"},
     "server": {*BELOW_STORE, "store", "server", "proto"},
-    "client": {"core", "proto", "client"},
+    "client": {"core", "cuda", "proto", "client"},
     "metrics": {"core", "metrics"},
     "events": {"core"},
     "explain": {"core"},
@@ -65,6 +66,7 @@ LAZY_IMPORTS = ("daemon", "cli", "engines")  # heavy imports may wait there
 THIRD_PARTY = {
     "": set(),
     "core": {"msgspec", "numpy", "xxhash"},
+    "cuda": {"numpy"},
     "policies": {"numpy"},
     "store": {"numpy", "msgspec", "xxhash"},
     "mover": {"numpy"},
