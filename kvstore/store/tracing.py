@@ -145,7 +145,7 @@ class Recording:
             request.output_tokens,
             self._words(request, step),
             request.tenant,
-            xxhash.xxh3_64_intdigest(session) or 1 if session else 0,
+            xxhash.xxh3_64_intdigest(session.encode()) or 1 if session else 0,
         )
         held = self._held[use.number] = Held(record, self._parts.clock.now() + HOLD_SECONDS)
         self._held_bytes += held.byte_count
@@ -186,9 +186,14 @@ class TraceRecorder:
         self._parts = parts
         self._recording: Recording | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no recording under way."""
+        return self._recording is None or bool(self._recording.ended)
+
     def start(self, options: TraceOptions, wake: Callable[[], None]) -> Recording:
         """Begins a recording; raises FailedPrecondition while there is one."""
-        if self._recording is not None and not self._recording.ended:
+        if self._recording is not None and not self.is_idle:
             raise FailedPrecondition(
                 f"a recording is under way, with {self._recording.request_count} requests so far; "
                 "stop it first (`kvstore trace record --stop`)"
@@ -198,7 +203,7 @@ class TraceRecorder:
 
     def stop(self) -> int:
         """Ends the recording; answers with how many requests it has."""
-        if self._recording is None or self._recording.ended:
+        if self._recording is None or self.is_idle:
             raise FailedPrecondition(
                 "no recording is under way; `kvstore trace record --out FILE` begins one"
             )
@@ -206,5 +211,5 @@ class TraceRecorder:
         return self._recording.request_count
 
     def tick(self, now: float) -> None:
-        if self._recording is not None and not self._recording.ended:
+        if self._recording is not None and not self.is_idle:
             self._recording.tick(now)

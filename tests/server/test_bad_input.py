@@ -280,8 +280,7 @@ def test_wrong_admin_calls(peer: Any) -> None:
         ("Verify", pb.VerifyRequest(tier="attic"), "INVALID_ARGUMENT", "attic"),
         ("Flush", pb.FlushRequest(), "FAILED_PRECONDITION", "disk"),
         ("Explain", pb.ExplainRequest(request_id="r"), "NOT_FOUND", "limits.decisions_kept"),
-        ("TraceStart", pb.TraceStartRequest(path="/tmp/x"), "UNIMPLEMENTED", "trace"),
-        ("TraceStop", pb.TraceStopRequest(), "UNIMPLEMENTED", "trace"),
+        ("TraceStop", pb.TraceStopRequest(), "FAILED_PRECONDITION", "no recording"),
     ):
         refused(peer, method, request, code, names)
 

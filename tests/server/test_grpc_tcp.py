@@ -25,7 +25,7 @@ TOKENS = list(range(64))
 TIMEOUT = 20.0
 SHAPES = {
     "Restore": "unary_stream", "FetchInline": "unary_stream", "Subscribe": "unary_stream",
-    "PutInline": "stream_unary", "Session": "stream_stream",
+    "PutInline": "stream_unary", "Session": "stream_stream", "TraceStart": "unary_stream",
 }  # fmt: skip
 
 

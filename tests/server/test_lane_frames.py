@@ -151,7 +151,7 @@ def test_random_requests(lane: Any, daemon: Any) -> None:
     lane.open()
     Engine(lane)
     rng = random.Random(23)
-    streams = {"Restore", "FetchInline", "Subscribe"}
+    streams = {"Restore", "FetchInline", "Subscribe", "TraceStart"}
     for _ in range(2000):
         method = rng.choice([m for m in METHODS if m not in ("OpenSession", "Drain", *streams)])
         lane.send(method, rng.randbytes(rng.choice((0, 1, 2, 5, 20, 80))))

@@ -114,7 +114,7 @@ class LanePeer:
             error = pb.LaneError.FromString(payload)
             raise CallError(error.code, error.message)
         assert kind == FrameKind.RESPONSE
-        if method in ("Session", "Restore", "FetchInline", "Subscribe"):
+        if method in ("Session", "Restore", "FetchInline", "Subscribe", "TraceStart"):
             return None
         return getattr(pb, f"{method}Response").FromString(payload)
 
