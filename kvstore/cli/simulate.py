@@ -84,6 +84,14 @@ _ENGINE_OPTIONS = (
     help="Drive writes a day that the disk tier is held to, as the daemon does; 0: no limit.",
 )  # fmt: skip
 @click.option(
+    "--admission", type=click.Choice(["measured", "all"]), default="measured", show_default=True,
+    help="Write to disk what is worth it, or all that is due, as tiers.disk.admission says.",
+)  # fmt: skip
+@click.option(
+    "--prices", "price_file", type=_FILE, metavar="FILE",
+    help="TOML with [prices]: gpu_hour and disk_terabyte_written say what is worth a write.",
+)  # fmt: skip
+@click.option(
     "--exact-bounds", is_flag=True,
     help="Solve for the optimum of seconds instead of bounding it; needs SciPy.",
 )  # fmt: skip
@@ -99,6 +107,8 @@ def command(
     tiers: tuple[str, ...],
     hints: str | None,
     endurance_dwpd: float,
+    admission: str,
+    price_file: Path | None,
     exact_bounds: bool,
     report: Path | None,
     as_json: bool,
@@ -110,6 +120,7 @@ def command(
     queues of chunked prefills. Each policy at each size is compared with the leaf-first LRU and
     with the offline optimum.
     """
+    from kvstore.core.prices import load_prices
     from kvstore.replay.simulate import Bench
     from kvstore.replay.simulate_pool import simulate, task_count
 
@@ -120,6 +131,7 @@ def command(
         )
     setup = setup_of(
         trace, engine, hints=accuracy_of(hints), endurance_dwpd=endurance_dwpd,
+        prices=load_prices(price_file) if admission == "measured" else None,
         exact=solver() if exact_bounds else None,
     )  # fmt: skip
     bench = Bench(setup)

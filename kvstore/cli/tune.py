@@ -59,10 +59,10 @@ def command(
     GPU time saved is set against the price of memory, disk and its wear. Intervals hold 90 % of
     what sessions drawn anew come to.
     """
+    from kvstore.core.prices import load_prices
     from kvstore.replay.simulate import Bench
     from kvstore.replay.simulate_pool import Workers
     from kvstore.replay.tune import Limits, Tuner
-    from kvstore.replay.tune_prices import load_prices
 
     if no_disk and disk_max is not None:
         raise click.UsageError("--no-disk and --disk-max exclude each other; leave one out")

@@ -18,6 +18,8 @@ from kvstore.core.config_input import apply_environment, explain, merge
 from kvstore.core.config_rules import check, index_block_bytes
 from kvstore.core.errors import ConfigError
 from kvstore.core.machine import LocalMachine, Machine
+from kvstore.core.prices import Prices
+from kvstore.core.section import Section
 from kvstore.core.sizes import AUTO, AutoSize, Size, parse_size
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
@@ -29,10 +31,6 @@ Role = Literal["engine", "admin"]
 SOCKET_IN_RUN = "/run/kvstore/kvstore.sock"
 MIB, GIB = 1 << 20, 1 << 30
 DISK_BLOCK_BYTES, MAX_BLOCKS_DEFAULT = 256 << 10, 1_000_000
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file; every key has a default."""
 
 
 class TcpSection(Section, frozen=True):
@@ -96,6 +94,7 @@ class DiskSection(Section, frozen=True):
     reserve: Size = Size(GIB)
     endurance_dwpd: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
     demote_watermark: Share = 0.75
+    admission: Literal["measured", "all"] = "measured"
     read_timeout_seconds: Seconds = 5.0
     read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     bytes_per_second_max: Size | None = None
@@ -153,6 +152,7 @@ class Config(Section, frozen=True):
     tenants: tuple[TenantSection, ...] = ()
     tiers: TiersSection = TiersSection()
     policy: PolicySection = PolicySection()
+    prices: Prices = Prices()
     limits: LimitsSection = LimitsSection()
     index: IndexSection = IndexSection()
     logging: LoggingSection = LoggingSection()

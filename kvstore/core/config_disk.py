@@ -27,8 +27,10 @@ def is_network_file_system(kind: str) -> bool:
 
 
 def check_disk(config: Config, machine: Machine) -> None:
-    """Raises ConfigError for the first rule that `tiers.disk` breaks on this machine."""
+    """Raises ConfigError for the first rule that `tiers.disk`, or a price, breaks."""
     disk = config.tiers.disk
+    if config.prices.fault():
+        raise ConfigError(config.prices.fault())
     if math.isnan(disk.read_timeout_seconds):
         raise ConfigError("tiers.disk.read_timeout_seconds is not a number; pass seconds above 0")
     if not disk.path:

@@ -5,9 +5,10 @@ One thread, the owner's, calls it; each call is cheap enough for every request.
 
 from __future__ import annotations
 
-DEMOTION_SKIPS = ("endurance", "queue", "quota", "room", "degraded", "failed")
-"""Why a block was not written to disk: the writes of the day are used up, the link's queue is
-full, its tenant's cap, no slot to be had, the tier has a problem, the write failed."""
+DEMOTION_SKIPS = ("worth", "endurance", "queue", "quota", "room", "degraded", "failed")
+"""Why a block was not written to disk: its copy would save less than the write costs, the writes
+of the day are used up, the link's queue is full, its tenant's cap, no slot to be had, the tier
+has a problem, the write failed."""
 RESTORE_FAILURES = ("corrupt", "failed", "timeout", "late", "queue", "room", "lost")
 """Why a block on disk did not come to host memory: wrong bytes, a failed read, one
 that did not end in time, a restore so far behind its plan that recomputing is faster, the link's

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.prices import Prices
 from kvstore.policies.ghost import DISK, Ghost, Hit
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
@@ -24,7 +25,10 @@ DISK_BLOCK_SECONDS = 0.011285
 
 
 class CacheResult(NamedTuple):
-    """What a simulation came to. Ratios are 0 to 1; `tier_tokens` has hit tokens by tier."""
+    """What a simulation came to. Ratios are 0 to 1; `tier_tokens` has hit tokens by tier.
+
+    `passed_blocks` were due for the disk and not worth a write.
+    """
 
     policy: str
     capacity_blocks: tuple[int, ...]
@@ -34,6 +38,7 @@ class CacheResult(NamedTuple):
     saved_ratio: float
     tier_tokens: tuple[int, ...]
     written_blocks: int
+    passed_blocks: int
     seconds: float
     references_per_second: float
 
@@ -42,7 +47,8 @@ class CacheSimulation:
     """One cache under one policy, told of one request after the other.
 
     `capacities` are the blocks of host and, if there is one, of disk, from where a block is back in
-    `disk_seconds` and where `disk_daily_bytes` may be written, 0 without a limit.
+    `disk_seconds` and where `disk_daily_bytes` may be written, 0 without a limit. With `prices`
+    only what is worth it is, without all that is due.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class CacheSimulation:
         capacities: tuple[int, ...],
         disk_seconds: float = DISK_BLOCK_SECONDS,
         disk_daily_bytes: float = 0.0,
+        prices: Prices | None = None,
     ) -> None:
         if not 1 <= len(capacities) <= 2 or min(capacities) < 0:
             raise InvalidRequest(f"capacities is {capacities}; pass blocks of host, or host, disk")
@@ -63,6 +70,8 @@ class CacheSimulation:
         self._ghost = Ghost(policy, {"": host_bytes}, disk_bytes, disk_daily_bytes)
         if self.disk:
             self.residency.set_restore(DISK, disk_seconds, 0.0)
+        if disk_bytes is not None and prices is not None:
+            self.residency.set_prices(prices.gpu_second, prices.written_byte, disk_bytes)
         self.hits: list[Hit] = []
         self._told = workload.told_future if policy == "oracle" else workload.told
 
@@ -116,6 +125,7 @@ class CacheSimulation:
             saved_ratio=saved / max(1e-12, float(workload.prefill_seconds[:done].sum())),
             tier_tokens=tuple(size * n for n in by_tier),
             written_blocks=self._ghost.written_blocks,
+            passed_blocks=self.residency.passed_blocks,
             seconds=seconds,
             references_per_second=references / max(1e-9, seconds),
         )

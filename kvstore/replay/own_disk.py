@@ -76,8 +76,8 @@ def fitting_disk_bytes(directory: Path, wanted: int, least: int = DISK_BYTES_MIN
 
 
 def disk_section(directory: Path, size_bytes: int, **more: Any) -> dict[str, Any]:
-    """`[tiers.disk]` of a daemon of our own: it lives too short for an endurance budget."""
+    """`[tiers.disk]` of a daemon of our own: it lives too short for a budget, or to learn."""
     return {
         "path": str(directory / "tier"), "size": str(Size(size_bytes)), "reserve": "1MiB",
-        "endurance_dwpd": 0.0, **more,
+        "endurance_dwpd": 0.0, "admission": "all", **more,
     }  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.prices import Prices
 from kvstore.policies.cost import CallCost
 from kvstore.replay.bounds import Optimum, optimum
 from kvstore.replay.cachesim import CacheResult, CacheSimulation, Hit
@@ -35,7 +36,8 @@ TICK_SHARE = 0.5
 class Setup(NamedTuple):
     """What all cells of a run share. `engines` of 0 takes as many as the trace needs.
 
-    `endurance_dwpd` bounds what is written to disk, in drive writes a day; 0 does not.
+    `endurance_dwpd` bounds what is written to disk, in drive writes a day; 0 does not. By `prices`
+    it is judged what is worth a write; with None all that is due is written.
     `hints` is the accuracy of made-up hints that a prompt will be continued; None gives none.
     `exact`, if any, answers with the most seconds that can be saved, as `exact_upper` does.
     """
@@ -47,14 +49,19 @@ class Setup(NamedTuple):
     seed: int = 0
     limit: int = 0
     endurance_dwpd: float = 0.0
+    prices: Prices | None = Prices()
     exact: Callable[[TraceColumns, int, CallCost], float] | None = None
 
 
 class Cell(NamedTuple):
-    """One policy at the capacities of host and, if there is one, of disk."""
+    """One policy at the capacities of host and, if there is one, of disk.
+
+    `prices` are other ones than the setup's.
+    """
 
     policy: str
     capacities: tuple[int, ...]
+    prices: Prices | None = None
 
 
 class Bench:
@@ -98,11 +105,13 @@ class Bench:
 
     def simulation(self, cell: Cell) -> CacheSimulation:
         """A new cache for a cell, told what computing and restoring cost here."""
-        costs, limit = self.costs, 0.0
+        costs, setup, limit = self.costs, self.setup, 0.0
         if len(cell.capacities) > 1:
-            limit = self.setup.endurance_dwpd * cell.capacities[1] * self._block_bytes
+            limit = setup.endurance_dwpd * cell.capacities[1] * self._block_bytes
         back = costs.disk.seconds(self._block_bytes)
-        made = CacheSimulation(self.workload, cell.policy, cell.capacities, back, limit)
+        made = CacheSimulation(
+            self.workload, cell.policy, cell.capacities, back, limit, cell.prices or setup.prices
+        )
         made.residency.set_rates(None, costs.cost.token_seconds, costs.cost.pair_seconds)
         return made
 
@@ -181,6 +190,7 @@ class Bench:
         allowed = self.setup.endurance_dwpd * capacity * (1 + days)
         return {
             "written_bytes": written,
+            "not_worth_bytes": result.passed_blocks * self._block_bytes,
             "written_bytes_per_day": written / days,
             "drive_writes_per_day": written / days / capacity,
             "allowed_bytes": allowed or None,

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.prices import Prices
 from kvstore.replay.formats import TraceRequest
 from kvstore.replay.simulate import SECONDS_A_DAY, Bench, Cell
 from kvstore.replay.simulate_pool import Workers
-from kvstore.replay.tune_prices import Prices
 
 HOST_STEPS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 DISK_STEPS = (0.0, 0.1, 0.25, 0.5, 1.0)
@@ -39,14 +39,16 @@ class Limits(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """One policy at host and disk sizes in blocks, tried in a worker."""
+    """One policy at host and disk sizes in blocks, tried in a worker at some prices."""
 
     policy: str
     capacities: tuple[int, int]
+    prices: Prices
 
     def run(self, bench: Bench) -> Outcome:
         host, disk = self.capacities
-        simulation = bench.simulation(Cell(self.policy, (host, disk) if disk else (host,)))
+        capacities = (host, disk) if disk else (host,)
+        simulation = bench.simulation(Cell(self.policy, capacities, self.prices))
         result = simulation.run()
         served = bench.serve(simulation.hits)
         return Outcome(
@@ -133,7 +135,9 @@ class Tuner:
         recommended = chosen
         rivals: list[Outcome] = []
         if chosen is not None:
-            rivals = self._probe([Probe(policy, chosen.capacities) for policy in policies])
+            rivals = self._probe(
+                [Probe(policy, chosen.capacities, self._prices) for policy in policies]
+            )
             recommended = max(rivals, key=self._net)
             if self._net(recommended) <= 0:
                 recommended = None
@@ -161,7 +165,9 @@ class Tuner:
             options = [(host + 1, disk)] if not path else [(host + 1, disk), (host, disk + 1)]
             sizes = {self._sizes(option): option for option in reversed(options)}
             sizes.pop(None, None)
-            outcomes = self._probe([Probe(policy, one) for one in sizes if one is not None])
+            outcomes = self._probe(
+                [Probe(policy, one, self._prices) for one in sizes if one is not None]
+            )
             outcomes = [one for one in outcomes if self._affordable(one)]
             if not outcomes:
                 break

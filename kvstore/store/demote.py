@@ -2,8 +2,8 @@
 
 policy says which -> slots on disk, kept free ahead -> groups of blocks -> durable -> index
 
-What does not fit the queue, the room or the endurance budget is skipped and counted, never waited
-for. `Flush` alone overrides the budget and takes its time.
+What is not worth it, or does not fit the queue, the room or the endurance budget, is skipped and
+counted, never waited for. `Flush` alone overrides all of that and takes its time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import numpy as np
 
 from kvstore.core.space import Space
 from kvstore.mover import WRITE_LINK, Job, Moved
+from kvstore.policies.admission import scarcity
 from kvstore.policies.index import Run
 from kvstore.store.evict import Remover
 from kvstore.store.groups import Group, GroupWriter, Part
 from kvstore.store.parts import DISK, RESERVE_BLOCKS_MAX, Parts
 from kvstore.store.reassign import Reassigner
+from kvstore.tiers.base import Tier
 
 # A commit takes about as long for many blocks as for few.
 GROUP_BLOCKS = 128
@@ -43,7 +45,7 @@ class WriteBehind:
         self._running: deque[Group] = deque()
         self._heard: list[Callable[[], None]] = []
         self._settling = self._probing = False
-        self._fruitless = 0
+        self._fruitless = self._passed_blocks = 0
         self._settled_places = -1  # what recovery did not take back has to be settled, too
         self._probed = self._paused_until = self._spent_at = self._answered = parts.clock.now()
         section = parts.config.tiers.disk
@@ -69,13 +71,22 @@ class WriteBehind:
             return
         if len(self._running) >= GROUPS_RUNNING:
             return  # what is due stays due, and the next group's end goes on with it
-        left = RESERVE_BLOCKS_MAX
-        for action in self._parts.residency.demotions(pool, GROUP_BYTES):
+        left, residency = RESERVE_BLOCKS_MAX, self._parts.residency
+        for action in residency.demotions(pool, GROUP_BYTES, self._scarcity()):
             wanted = min(left, action.stop - action.start)
             begun = self.take(action.run, action.start, action.start + wanted)
             left -= begun
             if begun < wanted or left <= 0:
                 break
+        if residency.passed_blocks > self._passed_blocks:
+            passed = residency.passed_blocks - self._passed_blocks
+            self._parts.recorder.demotion_skipped("worth", passed)
+            self._passed_blocks += passed
+
+    def _scarcity(self) -> float:
+        """What share of what is worth a write must wait: the budget, or the queue, runs short."""
+        busy = len(self._running) / GROUPS_RUNNING
+        return max(scarcity(self._budget, self._daily), 2.0 * busy - 1.0, 0.0)
 
     def _may_write(self) -> bool:
         disk, now = self._parts.disk, self._parts.clock.now()
@@ -277,9 +288,14 @@ class WriteBehind:
         self._probing = self._parts.mover.submit(Job(WRITE_LINK, "", 0, 0, disk.probe, done))
 
 
-def begin_conveyors(parts: Parts) -> None:
-    """Has every host pool write to disk what it takes in above its watermark."""
+def begin_conveyors(parts: Parts, disk: Tier) -> None:
+    """Has the cold end of every host pool written to disk, or what of it is worth it."""
     for pool in parts.config.host_pools:
         capacity = parts.host.usage(pool).capacity_bytes
         mark = int(capacity * parts.config.tiers.disk.demote_watermark)
         parts.residency.demote_above(pool, mark)
+    if parts.config.tiers.disk.admission == "measured":
+        prices = parts.config.prices
+        parts.residency.set_prices(
+            prices.gpu_second, prices.written_byte, disk.usage().capacity_bytes
+        )

@@ -92,7 +92,7 @@ class KVStore(OperatorCalls):
         self._flushes = FlushFlow(parts, self.behind, self._recording)
         self._last_flush: Completion[FlushResult] | None = None
         if parts.disk is not None:
-            begin_conveyors(parts)
+            begin_conveyors(parts, parts.disk)
 
     @property
     def events(self) -> Any:

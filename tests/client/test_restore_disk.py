@@ -20,6 +20,7 @@ path = "{disk}"
 size = "64MiB"
 reserve = "1MiB"
 endurance_dwpd = 0
+admission = "all"
 demote_watermark = 0.25
 [limits]
 leased_bytes_per_session = "1GiB"

@@ -19,6 +19,7 @@ limits.max_lease_ttl_seconds = 1.0
 limits.staging_bytes_per_session = "4MiB"
 tiers.disk.reserve = "1MiB"
 tiers.disk.endurance_dwpd = 0
+tiers.disk.admission = "all"
 index.max_blocks = 200000
 """
 DISK_BYTES = 1 << 30

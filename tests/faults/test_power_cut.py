@@ -24,6 +24,7 @@ limits.staging_bytes_per_session = "4MiB"
 tiers.disk.size = "320MiB"
 tiers.disk.reserve = "4MiB"
 tiers.disk.endurance_dwpd = 0
+tiers.disk.admission = "all"
 index.max_blocks = 100000
 """
 WRITERS = 4

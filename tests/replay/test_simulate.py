@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.prices import Prices
 from kvstore.replay.formats import BUNDLED
 from kvstore.replay.simulate import Bench, Cell, Setup
 from kvstore.replay.simulate_pool import simulate, task_count
 
-SETUP = Setup(BUNDLED, limit=400)
+# Two minutes are too short to learn what is worth a write, so that all that is due is written.
+SETUP = Setup(BUNDLED, limit=400, prices=None)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,15 @@ def test_endurance_bounds_writes(bench: Bench) -> None:
     assert 0 < held["endurance"]["allowance_used_ratio"] < 1.02
     assert held["endurance"]["written_bytes"] < free["endurance"]["written_bytes"]
     assert held["token_hit_ratio"] < free["token_hit_ratio"]
+
+
+def test_what_is_not_worth_a_write_is_told(bench: Bench) -> None:
+    """At prices of a GPU and of wear, less is written, and the answer says how much was not."""
+    cell = Cell("lru", (bench.workload.capacity(0.05), bench.workload.capacity(0.4)))
+    free = bench.cell(cell)["endurance"]
+    judged = bench.cell(cell._replace(prices=Prices()))["endurance"]
+    assert judged["written_bytes"] < free["written_bytes"]
+    assert judged["not_worth_bytes"] > free["not_worth_bytes"] == 0
 
 
 def test_costs_rule_what_is_saved(bench: Bench) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.prices import Prices, load_prices
 from kvstore.replay.formats import BUNDLED, TraceRequest
 from kvstore.replay.simulate import Bench, Setup
 from kvstore.replay.simulate_pool import Workers
 from kvstore.replay.tune import Limits, Resamples, Tuner, session_of
-from kvstore.replay.tune_prices import Prices, load_prices
 
 FREE = Prices(host_gib_month=0, disk_gib_month=0, disk_terabyte_written=0)
 NO_LIMITS = Limits()

@@ -171,7 +171,7 @@ def test_a_client_can_take_what_comes_before_the_gap(
     """With `partial`, a block that does not come ends the restore there, and the match says so;
     without, it is an error.
     """
-    section = {"demote_watermark": 1.0, "endurance_dwpd": 0.0}
+    section = {"demote_watermark": 1.0, "endurance_dwpd": 0.0, "admission": "all"}
     disk = MemoryTier(4096 * BLOCK, "disk")
     desk = make_desk("2MiB", disk=disk, sections={"tiers": {"disk": section}})
     engine = desk.engine()

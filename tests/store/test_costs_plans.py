@@ -217,7 +217,7 @@ def test_clients_restore_what_a_plan_loads(
     make_desk: Callable[..., Desk], shared_memory: bool, keep: int, speed: float, kind: str
 ) -> None:
     """A client gets the blocks that its plan loads, in order, and those alone."""
-    section = {"demote_watermark": 1.0, "endurance_dwpd": 0.0}
+    section = {"demote_watermark": 1.0, "endurance_dwpd": 0.0, "admission": "all"}
     desk = make_desk(
         "2MiB", disk=MemoryTier(4096 * BLOCK, "disk"), sections={"tiers": {"disk": section}}
     )
@@ -260,7 +260,12 @@ def test_the_daemon_measures_its_disk(
     """Reads of a throttled disk alone teach what it costs, and the next plan follows."""
     clock = DeskClock()
     disk = ThrottledTier(MemoryTier(4096 * BLOCK, "disk"), speed, clock=clock, sleep=clock.pass_by)
-    section = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 60.0}
+    section = {
+        "demote_watermark": 0.5,
+        "endurance_dwpd": 0.0,
+        "admission": "all",
+        "read_timeout_seconds": 60.0,
+    }
     clock.desk = desk = make_desk(
         tier=MemoryTier(256 * BLOCK), disk=disk, late=True, sections={"tiers": {"disk": section}}
     )

@@ -23,7 +23,12 @@ Make = Callable[..., Desk]
 @pytest.fixture
 def two_tiers(make_desk: Make, shm_directory: Path) -> Desk:
     """A store of 1 MiB over a disk of 4 MiB that writes down only what it is told to."""
-    section = {"demote_watermark": 1.0, "endurance_dwpd": 0.0, "read_timeout_seconds": 2.0}
+    section = {
+        "demote_watermark": 1.0,
+        "endurance_dwpd": 0.0,
+        "admission": "all",
+        "read_timeout_seconds": 2.0,
+    }
     disk = MemoryTier(4 << 20, "disk")
     return make_desk(directory=shm_directory, disk=disk, sections={"tiers": {"disk": section}})
 

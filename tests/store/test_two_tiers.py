@@ -13,7 +13,12 @@ from kvstore.core.errors import FailedPrecondition
 from kvstore.testing import MemoryTier
 
 BLOCK = 4096
-DISK_SECTION = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 2.0}
+DISK_SECTION = {
+    "demote_watermark": 0.5,
+    "endurance_dwpd": 0.0,
+    "admission": "all",
+    "read_timeout_seconds": 2.0,
+}
 
 
 @pytest.fixture

@@ -21,7 +21,12 @@ FAST, EVEN, SLOW = 1e9, 10e6, 0.5e6  # bytes a second of the disk
 
 def disk_desk(make_desk: Callable[..., Desk], **changes: Any) -> Desk:
     """A store whose host tier holds 64 blocks, over a disk; copies end when told to."""
-    section = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 60.0}
+    section = {
+        "demote_watermark": 0.5,
+        "endurance_dwpd": 0.0,
+        "admission": "all",
+        "read_timeout_seconds": 60.0,
+    }
     sections = changes.pop("sections", {})
     return make_desk(
         tier=MemoryTier(64 * BLOCK), disk=MemoryTier(4096 * BLOCK, "disk"), late=True,

@@ -20,6 +20,7 @@ tiers.host.mlock = false
 limits.lease_ttl_seconds = 1.0
 limits.max_lease_ttl_seconds = 1.0
 tiers.disk.endurance_dwpd = 0
+tiers.disk.admission = "all"
 tiers.disk.demote_watermark = 1.0
 tiers.disk.read_timeout_seconds = 1.0
 """

@@ -18,7 +18,7 @@ POOLS = {"": 320 << 10, "b": 64 << 10}
 DISK_BYTES = 640 << 10
 SECTIONS = {
     "tenants": [{"name": "b", "isolated": True, "host_size": "1MiB"}],
-    "tiers": {"host": {"size": "4MiB"}, "disk": {"endurance_dwpd": 0.0}},
+    "tiers": {"host": {"size": "4MiB"}, "disk": {"endurance_dwpd": 0.0, "admission": "all"}},
     "limits": {"max_lease_ttl_seconds": 10.0, "events_kept": 1_000_000},
 }
 SPACES: list[dict[str, Any]] = [

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.section import Section
 
 HOURS_A_MONTH = 730.0
 GIB, TERABYTE = 1 << 30, 10**12
 
 
-class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Prices(Section, frozen=True):
     """Prices in one currency; the defaults are round figures of rented machines in dollars.
 
     A drive of 3.84 TB for 400 that may be written once a day for five years costs 0.057 a terabyte.
@@ -23,6 +24,15 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_gib_month: float = 2.0
     disk_gib_month: float = 0.1
     disk_terabyte_written: float = 0.057
+
+    @property
+    def gpu_second(self) -> float:
+        return self.gpu_hour / 3600
+
+    @property
+    def written_byte(self) -> float:
+        """What writing a byte to disk costs."""
+        return self.disk_terabyte_written / TERABYTE
 
     def month(
         self, host_bytes: float, disk_bytes: float = 0.0, written_bytes_a_second: float = 0.0
@@ -38,6 +48,14 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def worth(self, busy_share: float) -> float:
         """What a month of so many GPUs costs: 0.5 is half of one's time."""
         return self.gpu_hour * HOURS_A_MONTH * busy_share
+
+    def fault(self) -> str:
+        """The first price that is none, with the fix; empty if all are."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                return f"prices.{name} is {value}; pass 0 or more"
+        return ""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -55,8 +73,7 @@ def load_prices(path: Path | None) -> Prices:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         what = str(error)[:1].lower() + str(error)[1:]
         raise InvalidRequest(f"{path} has no usable [prices]: {what}") from None
-    for field in msgspec.structs.fields(prices):
-        value = getattr(prices, field.name)
-        if not (math.isfinite(value) and value >= 0):
-            raise InvalidRequest(f"{path}: prices.{field.name} is {value}; pass 0 or more")
+    fault = prices.fault()
+    if fault:
+        raise InvalidRequest(f"{path}: {fault}")
     return prices
