@@ -224,8 +224,12 @@ class Residency(Hearing):
             return None
         space = run.root.space
         blocks = -(-bytes_needed // (space.slot_bytes * space.shard_count))
-        first = max(run.anchored_blocks(), policy.first_to_go(run))
-        return self.index.keep_for(run, tier, blocks, first)
+        anchored = run.anchored_blocks()
+        keep = self.index.keep_for(run, tier, blocks, max(anchored, policy.first_to_go(run)))
+        if keep is None:
+            # What the policy would part with first has left this tier already.
+            keep = self.index.keep_for(run, tier, blocks, anchored)
+        return keep
 
     def _may_go(self, run: Run) -> bool:
         """Whether nothing below, in other tiers, is leased or STAGING."""
