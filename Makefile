@@ -37,10 +37,13 @@ $(KERNELS_STAMP): $(STAMP) requirements/kernels.lock
 	$(BIN)/pip install --quiet -r requirements/kernels.lock
 	@touch $@
 
-engines-env: $(ENGINES_STAMP) ## Add transformers to .venv, for the tests of engines
+engines-env: $(ENGINES_STAMP) ## Add transformers and SGLang's wheel to .venv, for the tests of engines
 
-$(ENGINES_STAMP): $(KERNELS_STAMP) requirements/engines.lock
+$(ENGINES_STAMP): $(KERNELS_STAMP) requirements/engines.lock requirements/sglang.lock
 	$(BIN)/pip install --quiet -r requirements/engines.lock
+	$(BIN)/pip download --quiet --no-deps --only-binary :all: --implementation cp --abi cp311 \
+		--python-version 3.11 --platform manylinux_2_34_x86_64 --dest $(VENV)/sglang \
+		-r requirements/sglang.lock
 	@touch $@
 
 demo: install ## Replay a real trace, with a kill in the middle, and verify every byte
