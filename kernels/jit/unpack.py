@@ -1,0 +1,88 @@
+"""Codes to values inside registers: what lets attention read quantised blocks in place.
+
+Pools of codes are read as 16-bit words, since tensor cores take 16-bit elements from shared memory:
+a word holds 2 channels (8-bit codes) or 4 (4-bit codes), and `PART` says which one is wanted. Each
+part of a row then is a matrix of its own, multiplied on its own.
+
+`ASM` uses bit tricks on pairs of words, three to six instructions for two values, instead of
+conversions, which run at a fraction of that rate: 0x4300 | x is 128 + x in bfloat16, 0x6400 | x is
+1024 + x in float16. Without `ASM` (AMD, Triton's interpreter) the same values come by conversion.
+4-bit codes come out less 8, since products of small numbers round least.
+"""
+
+import triton
+import triton.language as tl
+
+# Bodies of functions of x, two words, to y, two values; {n} is how far x must be shifted right.
+_BODIES = {
+    # (128 + low seven bits) - (128, or 256 where the sign bit is set)
+    ("int8_th", "bf16"): """
+        lop3.b32 a, x, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 b, x, 0x00800080, 0x43004300, 0xEA;
+        mov.b32 c, 0xBF80BF80;
+        fma.rn.bf16x2 y, b, c, a;""",
+    # (1024 + (code + 128)) - 1152
+    ("int8_th", "fp16"): """
+        lop3.b32 a, x, 0x00FF00FF, 0x64806480, 0x6A;
+        mov.b32 c, 0x64806480;
+        sub.f16x2 y, a, c;""",
+    # Exponent and mantissa into place; 2**120 is what the biases (127 and 7) differ by.
+    ("fp8_bh", "bf16"): """
+        shl.b32 a, x, 8;
+        and.b32 b, a, 0x80008000;
+        shl.b32 a, x, 4;
+        lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+        mov.b32 c, 0x7B807B80;
+        mov.b32 b, 0x80008000;
+        fma.rn.bf16x2 y, a, c, b;""",
+    ("fp8_bh", "fp16"): """
+        shl.b32 a, x, 8;
+        and.b32 b, a, 0x80008000;
+        shl.b32 a, x, 7;
+        lop3.b32 a, a, 0x3F803F80, b, 0xEA;
+        mov.b32 c, 0x5C005C00;
+        mul.f16x2 y, a, c;""",
+    # (128 + code) - 136
+    ("int4_kivi", "bf16"): """
+        lop3.b32 a, x, 0x000F000F, 0x43004300, 0xEA;
+        mov.b32 c, 0x3F803F80;
+        mov.b32 b, 0xC308C308;
+        fma.rn.bf16x2 y, a, c, b;""",
+    ("int4_kivi", "fp16"): """
+        lop3.b32 a, x, 0x000F000F, 0x64006400, 0xEA;
+        mov.b32 c, 0x64086408;
+        sub.f16x2 y, a, c;""",
+}
+
+
+@triton.constexpr_function
+def _asm(FORMAT, PART, DTYPE):
+    shift = PART * (4 if FORMAT == "int4_kivi" else 8)
+    first = f"shr.u32 x, $1, {shift};" if shift else "mov.b32 x, $1;"
+    body = _BODIES[FORMAT, str(DTYPE)]
+    return "{ .reg .b32 x, y, a, b, c;\n" + first + body + "\nmov.b32 $0, y; }"
+
+
+@triton.jit
+def part(words, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Part `PART` of int16 `words` as values of `DTYPE`, before scales; exact."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _asm(FORMAT, PART, DTYPE), "=r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2
+        )
+    else:
+        bits = words.to(tl.int32)
+        if FORMAT == "int8_th":
+            values = ((bits << (24 - 8 * PART)) >> 24).to(tl.float32)
+        elif FORMAT == "fp8_bh":
+            values = _fp8_values(bits >> (8 * PART))
+        else:
+            values = (((bits >> (4 * PART)) & 15) - 8).to(tl.float32)
+        return values.to(DTYPE)
+
+
+@triton.jit
+def _fp8_values(bits):
+    """e4m3 in float32: exponent and mantissa in place, 2**120 for the biases (127 and 7)."""
+    moved = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+    return moved.to(tl.float32, bitcast=True) * 1.329227995784916e36
