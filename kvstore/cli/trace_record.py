@@ -99,10 +99,13 @@ def _requests(
     with ExitStack() as stack:
         interrupted = stack.enter_context(_interruptions())
         say = stack.enter_context(spinner("recording: no request yet"))
-        is_stopping = False
+        has_begun = is_stopping = False
 
         def heard() -> None:
-            nonlocal is_stopping
+            nonlocal has_begun, is_stopping
+            if not has_begun:
+                has_begun = True
+                click.echo("recording; Ctrl-C ends it", err=True)
             waiting = f", {trace.held:,} wait for their end" if trace.held else ""
             say(f"recording: {counted(trace.requests, 'request')}{waiting}")
             if interrupted and not is_stopping and not trace.ended:

@@ -50,7 +50,8 @@ class RecordedTrace:
         except StoreUnavailable:
             self.ended = GONE
         if not self.requests:
-            raise TraceError(f"no request came ({self.ended or 'it was stopped'}); nothing to keep")
+            when = f" before {GONE}" if self.ended == GONE else ""
+            raise TraceError(f"no request came{when}; no file was written")
 
     def _request(self, record: Any) -> TraceRequest:
         self.requests += 1

@@ -149,6 +149,10 @@ class ServedDaemon:
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     @staticmethod
+    def engine(client: KVClient) -> Engine:
+        return Engine(client)
+
+    @staticmethod
     def fill_and_lease(client: KVClient) -> Match:
         """Four blocks, stored and leased."""
         engine = Engine(client)
