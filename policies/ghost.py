@@ -82,9 +82,9 @@ class Ghost:
         return Hit(found, on_disk)
 
     def make_room(self, space: Space, seconds: float) -> Iterator[None]:
-        """Writes what is due on disk, then evicts to the capacities; a step is one drop."""
+        """Writes what is due on disk, then evicts to the capacities; a step is one run."""
         if self._disk is not None:
-            self._disk.write(space, self._places, seconds)
+            yield from self._disk.write(space, self._places, seconds)
         yield from self._evict(space, HOST, self.host_bytes[space.pool])
         if self.disk_bytes is not None:
             yield from self._evict(space, DISK, self.disk_bytes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvstore.core.space import Space
-from kvstore.policies.admission import scarcity
+from kvstore.policies.admission import spare_rate
 from kvstore.policies.index import Span
 from kvstore.policies.residency import Residency
 
@@ -50,18 +50,19 @@ class DiskTier:
         for pool, capacity in host_bytes.items():
             residency.demote_above(pool, int(WATERMARK * capacity))
 
-    def write(self, space: Space, places: Places, seconds: float) -> None:
-        """Writes what is due, `seconds` into the trace, as far as the budget lasts."""
+    def write(self, space: Space, places: Places, seconds: float) -> Iterator[None]:
+        """Writes what is due at `seconds`, as far as the budget lasts; a step is one stretch."""
         index, left = self._residency.index, self._left(seconds)
         if left <= 0:
             return
-        scarce = scarcity(self._budget, self._daily)
-        for action in self._residency.demotions(space.pool, left, scarce):
+        spare = spare_rate(self._budget, self._daily)
+        for action in self._residency.demotions(space.pool, left, 0.0, spare):
             run, start, stop = action.run, action.start, action.stop
             index.begin_move(run, start, stop, DISK)
             index.end_move(run, start, DISK, places.column(stop - start))
             self.written_blocks += stop - start
             self._budget -= (stop - start) * run.root.space.slot_bytes
+            yield
 
     def _left(self, seconds: float) -> int:
         """Bytes that may be written now."""

@@ -126,14 +126,17 @@ class Residency(Hearing):
         """Blocks that were due for the disk and not worth it, so far."""
         return self._demotions.passed_blocks
 
-    def demotions(self, pool: str, byte_count: int, scarcity: float = 0.0) -> Iterator[Demote]:
+    def demotions(
+        self, pool: str, byte_count: int, busy: float = 0.0, spare: float = 0.0
+    ) -> Iterator[Demote]:
         """Yields what of host `pool` to write to disk now, parents first, about `byte_count`.
 
-        Mark each (`PrefixIndex.begin_move`) or stop before asking for the next. `scarcity` is what
-        share (0 to 1) of what is worth a write the disk cannot take these days: the least goes.
+        Mark each (`PrefixIndex.begin_move`) or stop before asking for the next. What is worth least
+        is passed over: of what is worth a write the share that finds the link `busy` (0 to 1), and
+        more than `spare` bytes a second in the long run; 0 is no limit.
         """
-        self._record("demotions", pool, byte_count, scarcity)
-        for demote in self._demotions.take(pool, byte_count, scarcity):
+        self._record("demotions", pool, byte_count, busy, spare)
+        for demote in self._demotions.take(pool, byte_count, busy, spare):
             if self.on_action is not None:
                 self.on_action(demote)
             yield demote
@@ -290,6 +293,8 @@ class Residency(Hearing):
 
     def on_remove(self, run: Run) -> None:
         self._inherit(run)
+        if run.policy is not None and run.policy.leaf is run:
+            run.policy.leaf = None  # or both would wait for the garbage collector
         self._demotions.on_remove(run)
         for policy in self._holders(run):
             policy.on_remove(run)

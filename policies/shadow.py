@@ -39,7 +39,10 @@ class Variant(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """The live store: its policy and tiers; and what is tried beside it."""
+    """The live store: its policy and tiers; and what is tried beside it.
+
+    `prices`, of a second and of a byte written, are there if only what is worth it is written.
+    """
 
     policy: str
     host_bytes: Mapping[str, int]
@@ -47,6 +50,7 @@ class Setup(NamedTuple):
     daily_bytes: float = 0.0
     policies: Sequence[str] = ()
     capacities: Sequence[float] = ()
+    prices: tuple[float, float] | None = None
 
     @property
     def variants(self) -> list[Variant]:
@@ -104,7 +108,10 @@ class Shadow:
             share * factors[DISK] * setup.daily_bytes,
             models,
         )
-        self.ghost.residency.context.worth = worth
+        residency = self.ghost.residency
+        residency.context.worth = worth
+        if setup.prices is not None and self._disk_bytes is not None:
+            residency.set_prices(*setup.prices, int(self._disk_bytes))
         self._uses: dict[int, Use] = {}
 
     def allow(self, pool: str, shared_bytes: float) -> None:

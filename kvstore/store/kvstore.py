@@ -73,7 +73,6 @@ class KVStore(OperatorCalls):
         self.started = parts.clock.now()
         self.costs = CostKeeper(parts)
         self._rates = RateKeeper(parts)
-        self.shadowing = Shadowing(parts)
         self.tracer = TraceRecorder(parts)
         self.on_drain: Callable[[float, bool], None] | None = None
         self.reservations = ReservationTable(parts, self.remover)
@@ -93,6 +92,7 @@ class KVStore(OperatorCalls):
         self._last_flush: Completion[FlushResult] | None = None
         if parts.disk is not None:
             begin_conveyors(parts, parts.disk)
+        self.shadowing = Shadowing(parts)
 
     @property
     def events(self) -> Any:

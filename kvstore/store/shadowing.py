@@ -268,6 +268,7 @@ def _labels(variant: Variant) -> tuple[str, str, str]:
 def _setup(parts: Parts) -> Setup:
     config = parts.config
     disk = None if parts.disk is None else parts.disk.usage().capacity_bytes
+    priced, prices = config.tiers.disk.admission == "measured", config.prices
     return Setup(
         policy=config.policy.eviction,
         host_bytes={pool: parts.host.usage(pool).capacity_bytes for pool in config.host_pools},
@@ -275,4 +276,5 @@ def _setup(parts: Parts) -> Setup:
         daily_bytes=config.tiers.disk.endurance_dwpd * (disk or 0),
         policies=config.policy.shadows,
         capacities=config.policy.shadow_capacities,
+        prices=(prices.gpu_second, prices.written_byte) if priced else None,
     )
