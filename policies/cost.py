@@ -19,6 +19,10 @@ CACHED_TOKENS_FLOOR = 256
 TOKENS_MAX, BYTES_MAX = 1 << 36, 1 << 60
 P50, P99 = 0.50, 0.99
 OVERDUE_RATIO = 3.0
+# Transfers of no more bytes, with those queued ahead, are short; and how large one is that has the
+# short ones' quantiles exactly.
+SHORT_BYTES, SHORT_USUAL_BYTES = 16 << 20, 2 << 20
+KIND_SAMPLES_MIN = 20
 
 
 class CallCost(NamedTuple):
@@ -230,7 +234,7 @@ class PathModel(MeasuredModel):
     """Seconds of transfers over one physical link."""
 
     def __init__(self, identity: LinkIdentity, prior: LinkCost) -> None:
-        fit = RecursiveFit(tuple(prior), (0, 1), PATH_FORGETTING, (Span("transfer size"),))
+        fit = RecursiveFit(tuple(prior), (0, 1), PATH_FORGETTING, (Span("transfer size"),), kinds=2)
         super().__init__(identity, fit)
 
     def observe(self, seconds: float, byte_count: int, queued_bytes: int = 0) -> bool:
@@ -240,7 +244,7 @@ class PathModel(MeasuredModel):
             self._fit.rejected[name] += 1
             return False
         total = float(byte_count) + float(queued_bytes)
-        return self._fit.observe((1.0, total), seconds, (total,))
+        return self._fit.observe((1.0, total), seconds, (total,), int(total > SHORT_BYTES))
 
     def observe_overdue(self, seconds: float, byte_count: int, queued_bytes: int = 0) -> bool:
         """A transfer that is not there after `seconds`; False if that is no news yet.
@@ -254,9 +258,23 @@ class PathModel(MeasuredModel):
         return self.observe(seconds, byte_count, queued_bytes)
 
     def cost(self, share: float | None = None) -> LinkCost:
-        """L and 1/B: the mean's, or those that `share` of the measurements were below."""
+        """L and 1/B: the mean's, or those that `share` of the measurements were below.
+
+        What disturbs a transfer adds milliseconds, which weigh more on short ones. So there is one
+        ratio for the bytes, that of long transfers, and L is so that short ones have theirs.
+        """
         mean = LinkCost(*self._fit.coefficients)
-        return mean if share is None else mean.times(self.ratio(share))
+        if share is None:
+            return mean
+        short, long = [self._ratio_of(kind, share) for kind in (0, 1)]
+        moving = long * mean.byte_seconds
+        latency = short * mean.seconds(SHORT_USUAL_BYTES) - moving * SHORT_USUAL_BYTES
+        return LinkCost(max(short * mean.latency_seconds, latency), moving)
+
+    def _ratio_of(self, kind: int, share: float) -> float:
+        """Of short transfers (0) or long ones (1); of all while these are too few."""
+        ratios = self._fit.ratios_of[kind]
+        return ratios.quantile(share) if ratios.count >= KIND_SAMPLES_MIN else self.ratio(share)
 
     def seconds(self, byte_count: int, queued_bytes: int = 0, share: float | None = None) -> float:
         return self.cost(share).seconds(byte_count, queued_bytes)

@@ -78,6 +78,7 @@ class RecursiveFit:
         forgetting: float,
         spans: Sequence[Span],
         core: int | None = None,
+        kinds: int = 0,
     ) -> None:
         if not all(0 < value < math.inf for value in prior):
             raise ValueError(f"the prior is {tuple(prior)}; pass positive seconds")
@@ -89,6 +90,7 @@ class RecursiveFit:
         self._forgetting = forgetting
         self._spans = tuple(spans)
         self._core = core or len(prior)
+        self._kinds = kinds
         self.rejected = {"not_finite": 0, "not_positive": 0, "too_large": 0}
         self.clipped = self.shifts = 0
         self._forget()
@@ -98,6 +100,7 @@ class RecursiveFit:
         size = len(self.prior)
         self.count = 0
         self.ratios = RatioQuantiles()
+        self.ratios_of = [RatioQuantiles() for _ in range(self._kinds)]
         self._gram = [[0.0] * size for _ in range(size)]
         self._vector = [0.0] * size
         self._weight = 0.0
@@ -119,10 +122,17 @@ class RecursiveFit:
         """Seconds per unit of each feature."""
         return self._coefficients
 
-    def observe(self, features: Sequence[float], seconds: float, spanned: Sequence[float]) -> bool:
+    def observe(
+        self,
+        features: Sequence[float],
+        seconds: float,
+        spanned: Sequence[float],
+        kind: int | None = None,
+    ) -> bool:
         """Learns from one measurement; False if it can be none.
 
         `spanned` are the values of the quantities that must vary, in the order of the spans.
+        Measurements of a `kind` have quantiles of their own, too.
         """
         if not self._plausible(features, seconds):
             return False
@@ -130,6 +140,8 @@ class RecursiveFit:
         predicted = self._predicted(scaled)
         log_ratio = math.log(seconds / predicted)
         self.ratios.add(log_ratio)
+        if kind is not None:
+            self.ratios_of[kind].add(log_ratio)
         clipped = min(CLIP_LOG, max(-CLIP_LOG, log_ratio))
         self.clipped += clipped != log_ratio
         self.count += 1
@@ -141,7 +153,7 @@ class RecursiveFit:
         was_prior = self._held is None
         self._settle()
         if was_prior and self._held is not None:
-            self.ratios.forget()  # errors of the prior are none of what was learned
+            self._forget_ratios()  # errors of the prior are none of what was learned
         self._watch(scaled, seconds, clipped)
         return True
 
@@ -194,8 +206,12 @@ class RecursiveFit:
         self._weight *= REMEMBERED
         self._above = self._below = 0.0
         self.shifts += 1
-        self.ratios.forget()
+        self._forget_ratios()
         self._settle()
+
+    def _forget_ratios(self) -> None:
+        for ratios in (self.ratios, *self.ratios_of):
+            ratios.forget()
 
     def _settle(self) -> None:
         """Works coefficients and state out anew."""
@@ -275,6 +291,7 @@ class RecursiveFit:
             "count": self.count,
             "ranges": [[low, high] if low <= high else None for low, high in self._ranges],
             "ratios": self.ratios.dump(),
+            "ratios_of": [ratios.dump() for ratios in self.ratios_of],
         }
 
     def load(self, saved: Any) -> bool:
@@ -294,6 +311,7 @@ class RecursiveFit:
                 for pair in saved["ranges"]
             ]
             ratios = RatioQuantiles.of(saved["ratios"])
+            ratios_of = [RatioQuantiles.of(each) for each in saved.get("ratios_of", ())]
         except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             return False
         if not (
@@ -304,6 +322,7 @@ class RecursiveFit:
             and 0 <= weight <= 1 / (1 - self._forgetting) + 1
             and count >= 0
             and len(ranges) == len(self._spans)
+            and len(ratios_of) in (0, self._kinds)
             and all(low >= 0 and 0 <= high < math.inf for low, high in ranges)
         ):
             return False
@@ -311,7 +330,7 @@ class RecursiveFit:
         self._gram, self._vector, self._weight = gram.tolist(), vector.tolist(), weight
         self._held = None if held is None else held.tolist()
         self._scale, self.count, self.ratios = scale, count, ratios
-        self._ranges = ranges
+        self._ranges, self.ratios_of = ranges, ratios_of or self.ratios_of
         self._settle()
         return True
 

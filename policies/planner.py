@@ -8,7 +8,7 @@ takes what it takes, while loads depend on what others do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 
 from kvstore.core.plan import LOAD_ALL, PREFIX, RECOMPUTE, RECOMPUTE_ALL, PlanStep, RestorePlan
@@ -16,6 +16,7 @@ from kvstore.policies.candidates import best_prefix, best_split
 from kvstore.policies.timing import SPLIT, Costs, Cut, Prices, Segment, Situation, Timing
 
 BUSY_MAX = 0.9
+PRICE_MIN = 0.02
 
 
 class Alternative:
@@ -253,19 +254,12 @@ def link_price(mean_waiting: float, byte_count: int, queued_bytes: int = 0) -> f
     """What a second of a link costs others, for a load of so many bytes: as `gpu_price`, 0 to 2.
 
     `mean_waiting` is how many transfers waited of late, on average. Of `queued_bytes`, those that
-    share the link with this load until it is through, each delays it and is delayed by it.
+    share the link with this load until it is through, each delays it and is delayed by it. What is
+    next to nothing is nothing: prices make planning slower.
     """
-    shared = min(1.0, queued_bytes / byte_count) if byte_count > 0 else 0.0
-    return min(1.0, mean_waiting) + shared
-
-
-def byte_prices(costs: Costs, second_prices: Mapping[str, float]) -> dict[str, float]:
-    """What a byte on each link costs others: its seconds, times what a second costs them."""
-    return {
-        name: costs.links[name].byte_seconds * price
-        for name, price in second_prices.items()
-        if price and name in costs.links
-    }
+    shared = min(1.0, queued_bytes / byte_count) if queued_bytes and byte_count > 0 else 0.0
+    price = min(1.0, mean_waiting) + shared
+    return price if price >= PRICE_MIN else 0.0
 
 
 __all__ = [
@@ -276,7 +270,6 @@ __all__ = [
     "Prices",
     "Segment",
     "Situation",
-    "byte_prices",
     "decide",
     "gpu_price",
     "link_price",

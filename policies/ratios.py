@@ -30,6 +30,7 @@ class RatioQuantiles:
 
     def forget(self) -> None:
         """Back to what is believed before anything is measured."""
+        self.count = 0
         self._mass = _believed()
         # Newer samples weigh more instead of all older ones less: one bin a sample is touched.
         self._next = 1.0
@@ -37,6 +38,7 @@ class RatioQuantiles:
 
     def add(self, log_ratio: float) -> None:
         place = math.floor(min(RANGE_LOG, max(-RANGE_LOG, log_ratio)) / STEP_LOG + BINS / 2)
+        self.count += 1
         self._next /= FORGETTING
         self._mass[place] += self._next
         if self._next > RENORMALISE:
@@ -58,6 +60,7 @@ class RatioQuantiles:
         return known
 
     def dump(self) -> list[float]:
+        """The histogram; how many measurements are in it is not kept, only what they weigh."""
         return [float(value) for value in self._mass / self._next]
 
     @classmethod
@@ -67,5 +70,5 @@ class RatioQuantiles:
         if mass.shape != (BINS,) or not np.isfinite(mass).all() or mass.min() < 0 or not mass.any():
             raise ValueError("the histogram of ratios is damaged; measure anew")
         quantiles = cls()
-        quantiles._mass = mass
+        quantiles._mass, quantiles.count = mass, round(float(mass.sum()))
         return quantiles

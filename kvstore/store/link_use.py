@@ -36,6 +36,8 @@ class LinkUse:
 
     def waiting(self, now: float) -> float:
         """How many wait, on average of late."""
+        if not self._busy and not self._waiting and self._under_way < 2:
+            return 0.0
         self._advance(now)
         return self._waiting + waiting_in(self._busy)
 

@@ -14,7 +14,7 @@ from kvstore.core.plan import LOAD_ALL, RECOMPUTE, Ask, PlanStep, RestorePlan, S
 from kvstore.mover import READ_LINK
 from kvstore.policies.cost import P50, P99, LinkCost, PathModel, RecomputeModel
 from kvstore.policies.fitting import State
-from kvstore.policies.planner import Decision, byte_prices, decide, gpu_price, link_price
+from kvstore.policies.planner import Decision, decide, gpu_price, link_price
 from kvstore.policies.timing import Costs, Cut, Prices, Segment, Situation
 from kvstore.store.costs import SAMPLES_MIN
 from kvstore.store.parts import DISK, HOST, TIER_NAMES, Parts
@@ -102,7 +102,7 @@ class Planner:
             queued[READ_LINK] = self._parts.mover.bytes_ahead(
                 READ_LINK, space.tenant, attachment.session.id, size
             )
-        taken = byte_prices(costs, self._link_prices(links, size, queued))
+        taken = self._byte_prices(links, size, queued, costs)
         gpu = gpu_price(busy, waiting) if busy or waiting else 0.0
         aligned = local - local % space.block_size
         return Situation(
@@ -119,16 +119,22 @@ class Planner:
             prefill_chunk_tokens=attachment.prefill_chunk_tokens,
         )
 
-    def _link_prices(
-        self, links: Mapping[str, PathModel | None], byte_count: int, queued: Mapping[str, int]
-    ) -> dict[str, float]:
-        """What a second of each link costs others, by its use of late and what is under way."""
-        now, book = self._parts.clock.now(), self._parts.costs
-        return {
-            name: link_price(book.waiting(model.identity, now), byte_count, queued.get(name, 0))
-            for name, model in links.items()
-            if model is not None
-        }
+    def _byte_prices(
+        self, links: Mapping[str, PathModel | None], byte_count: int, queued: Mapping[str, int],
+        costs: Costs,
+    ) -> dict[str, float]:  # fmt: skip
+        """What a byte on each link costs others: its seconds, times what each of them costs.
+
+        By the link's use of late, and what is under way.
+        """
+        now, book, prices = self._parts.clock.now(), self._parts.costs, {}
+        for name, model in links.items():
+            if model is not None:
+                waiting = book.waiting(model.identity, now)
+                price = link_price(waiting, byte_count, queued.get(name, 0))
+                if price:
+                    prices[name] = price * costs.links[name].byte_seconds
+        return prices
 
 
 def stretches(

@@ -248,3 +248,30 @@ def test_quantiles_cover_what_comes() -> None:
         model.observe(seconds, size)
     assert 0.97 <= statistics.mean(covered) <= 1.0
     assert statistics.mean(below) == pytest.approx(0.5, abs=0.05)
+
+
+def test_short_transfers_have_quantiles_of_their_own() -> None:
+    """Hitches of milliseconds widen what short transfers may take, and long ones hardly."""
+    rng, model = random.Random(5), PathModel(DISK, NVME)
+    truth = LinkCost.of(1e-3, 1e9)
+    sizes = [1 << rng.randint(20, 28) for _ in range(1_500)]
+    for number, size in enumerate(sizes):
+        hitch = 20e-3 if number % 20 == 0 else 0.0
+        model.observe(truth.seconds(size) * noise(rng, 0.05) + hitch, size)
+    spread = {size: model.seconds(size, share=0.99) / model.seconds(size) for size in sizes}
+    assert spread[1 << 20] > 4
+    assert spread[1 << 28] < 1.5
+    assert model.seconds(1 << 28, share=0.5) == pytest.approx(truth.seconds(1 << 28), rel=0.1)
+    saved = PathModel(DISK, NVME)
+    assert saved.load(model.dump())
+    assert saved.cost(0.99) == pytest.approx(model.cost(0.99))
+
+
+def test_errors_of_the_prior_are_forgotten_with_it() -> None:
+    """Once a model is fitted its quantiles are of its own errors, not of what it began from."""
+    model = PathModel(DISK, LinkCost.of(100e-6, 60e9))
+    for number in range(30):
+        size = MIB << number % 8
+        model.observe(NVME.seconds(size), size)
+    assert model.state.name == "fitted"
+    assert model.ratio(0.99) < 2.5
