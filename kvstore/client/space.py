@@ -180,15 +180,15 @@ class Space:
                 lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks),
                 partial=partial,
             )  # fmt: skip
-            limit, left = self._link.timeouts.put_seconds, len(blocks)
+            limit, awaited = self._link.timeouts.put_seconds, len(blocks)
             for part in match.attachment.session.stream("Restore", request, limit):
                 if part.inline or not part.failed_reason:
                     if part.inline:
                         located.send_inline(part.first_block, part.block_count)
                     else:
                         located.add(part.first_block, part.slots)
-                    left -= part.block_count
-                    if not left:
+                    awaited -= part.block_count
+                    if not awaited:
                         break  # the end of the stream would be news of nothing
                 elif partial:
                     match.shorten(part.first_block, part.failed_reason)
