@@ -79,7 +79,7 @@ class Shadowing:
         elif len(self._queue) >= QUEUE_REQUESTS or self._queue_bytes > QUEUE_BYTES:
             self._share, self._restart = max(self._share / 2, SAMPLE_MIN), "overflow"
         else:
-            self._queue.append(Job(ghost, request._replace(grain_blocks=1), use))
+            self._queue.append(Job(ghost, request, use))
             self._queue_bytes += len(request.digests)
 
     def _learn(self, model: ReuseModel, request: Request, use: Use) -> Use:
@@ -164,7 +164,8 @@ class Shadowing:
             return None
         job = self._queue.popleft()
         self._queue_bytes -= len(job.request.digests)
-        return self._follow(job)
+        # A ghost's block is what one digest is of.
+        return self._follow(job._replace(request=job.request._replace(grain_blocks=1)))
 
     def _follow(self, job: Job) -> Iterator[None]:
         shadows, parts = self.shadows, self._parts
