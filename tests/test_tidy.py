@@ -56,8 +56,18 @@ IMPORT_MAP: dict[str, set[str]] = {
         "testing",
     },
     "engines": {"core", "client", "engines"},
-    "replay": {"core", "client", "policies", "replay"},
-    "bench": {"core", "client", "policies", "proto", "tiers", "locks", "replay", "bench"},
+    "replay": {"core", "client", "policies", "engines", "replay"},
+    "bench": {
+        "core",
+        "client",
+        "policies",
+        "proto",
+        "tiers",
+        "locks",
+        "engines",
+        "replay",
+        "bench",
+    },
 }
 FREE_PARTS = ("daemon", "cli")  # they put everything together
 LAZY_IMPORTS = ("daemon", "cli", "engines")  # heavy imports may wait there
