@@ -31,14 +31,17 @@ DISK = 1
 # What was written is averaged over so long, and over no less time than this.
 RATE_SECONDS, RATE_SECONDS_MIN = 600.0, 60.0
 OFFERS_KEPT, OFFERS_MIN = 256, 16
+DAY_SECONDS, SPEND_SECONDS = 86_400.0, 900.0
 
 
-def scarcity(left_bytes: float, daily_bytes: float) -> float:
-    """What share (0 to 1) of what is worth a write must wait, for a bucket of a day's writes.
+def spare_rate(left_bytes: float, daily_bytes: float) -> float:
+    """Bytes a second that may be written so that a bucket of a day's writes lasts; 0 is any.
 
-    None while half of it is left, then more and more, so that the last writes go to the best.
+    What is left may be spent within SPEND_SECONDS, what is gained at once.
     """
-    return min(1.0, max(0.0, 1.0 - 2.0 * left_bytes / daily_bytes)) if daily_bytes else 0.0
+    if not daily_bytes:
+        return 0.0
+    return max(left_bytes, 0.0) / SPEND_SECONDS + daily_bytes / DAY_SECONDS
 
 
 class WriteRate:
@@ -122,7 +125,7 @@ class Admission:
         self._model = context.model(ReuseModel)
         self._gpu_second = self._written_byte = 0.0
         self._disk_bytes = 0
-        self._rate = WriteRate()
+        self._written, self._offered = WriteRate(), WriteRate()
         self._offers = ShadowPrice()
         self._shadow = 0.0
         self._seconds_kept = AGE_END
@@ -132,15 +135,20 @@ class Admission:
         self._gpu_second, self._written_byte = gpu_second, written_byte
         self._disk_bytes = disk_bytes
 
-    def begin(self, scarcity: float) -> None:
-        """A round of offers; `scarcity` is what share of them cannot be written."""
-        self._shadow = self._offers.at(scarcity)
-        rate = self._rate.at(self._model.now)
+    def begin(self, busy: float, spare: float) -> None:
+        """A round of offers: what share of them finds the link busy, and how many bytes a second
+        may be written in the long run; 0 is any.
+        """
+        now = self._model.now
+        offered = self._offered.at(now)
+        scarce = 1.0 - spare / offered if spare and offered else 0.0
+        self._shadow = self._offers.at(max(busy, scarce))
+        rate = self._written.at(now)
         self._seconds_kept = min(AGE_END, self._disk_bytes / rate) if rate else AGE_END
 
     def wrote(self, byte_count: int) -> None:
         """So much of what was offered is written now."""
-        self._rate.add(byte_count, self._model.now)
+        self._written.add(byte_count, self._model.now)
 
     def worthy(self, leaf: Run, due: Sequence[Span]) -> list[Span]:
         """The leading part of `due`, unwritten blocks down to the end of `leaf`, to write."""
@@ -200,6 +208,7 @@ class Admission:
         net = value - byte_count * self._written_byte
         if net > 0:
             self._offers.offer(net / byte_count, byte_count)
+            self._offered.add(byte_count, self._model.now)
         return net - byte_count * self._shadow
 
 

@@ -77,16 +77,18 @@ class DemotionQueue:
         self._cold.clear()
         self._cold_bytes.clear()
 
-    def take(self, pool: str, byte_count: int, scarcity: float = 0.0) -> Iterator[Demote]:
+    def take(
+        self, pool: str, byte_count: int, busy: float = 0.0, spare: float = 0.0
+    ) -> Iterator[Demote]:
         """Blocks to write for what is owed, parents first; at most about `byte_count`.
 
-        `scarcity` is what share (0 to 1) of what is worth a write cannot be written these days.
+        `busy` and `spare` are for `Admission.begin`.
         """
         rank, left, index = self._ranks.get(pool), byte_count, self._residency.index
         if rank is None or self.owed_bytes(pool) <= 0:
             return
         if self.admission is not None:
-            self.admission.begin(scarcity)
+            self.admission.begin(busy, spare)
             self._look_again()
         runs = rank.victims(self._residency.accounts.tenants(HOST, pool))
         for run in islice(runs, RUNS_MAX):
@@ -172,6 +174,17 @@ class DemotionQueue:
         if run in self._cold:
             self._count(run, 0)
         self._passed.pop(run, None)
+
+    def check(self) -> None:
+        """Raises AssertionError where the cold end is other than counted."""
+        sizes: dict[str, int] = {}
+        for run, blocks in self._cold.items():
+            pool = run.root.space.pool
+            sizes[pool] = sizes.get(pool, 0) + blocks * block_bytes(run)
+            assert run.alive
+            assert 0 < blocks <= run.resident_in(HOST) // run.root.space.shard_count
+        assert sizes == {pool: size for pool, size in self._cold_bytes.items() if size}
+        assert all(run.alive and blocks > 0 for run, blocks in self._passed.items())
 
 
 def _blocks_of(run: Run, spans: Sequence[Span]) -> int:

@@ -375,6 +375,7 @@ class Residency(Hearing):
     def check_integrity(self) -> None:
         """Recounts every byte from the index; raises AssertionError where it differs."""
         self.accounts.check(self.index)
+        self._demotions.check()
 
 
 def _last_ready(path: Sequence[Span]) -> Span | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.core.space import Space
 from kvstore.mover import WRITE_LINK, Job, Moved
-from kvstore.policies.admission import scarcity
+from kvstore.policies.admission import spare_rate
 from kvstore.policies.index import Run
 from kvstore.store.evict import Remover
 from kvstore.store.groups import Group, GroupWriter, Part
@@ -72,7 +72,10 @@ class WriteBehind:
         if len(self._running) >= GROUPS_RUNNING:
             return  # what is due stays due, and the next group's end goes on with it
         left, residency = RESERVE_BLOCKS_MAX, self._parts.residency
-        for action in residency.demotions(pool, GROUP_BYTES, self._scarcity()):
+        # Half of the queue is for when it comes thick and fast.
+        busy = max(0.0, 2.0 * len(self._running) / GROUPS_RUNNING - 1.0)
+        spare = spare_rate(self._budget, self._daily)
+        for action in residency.demotions(pool, GROUP_BYTES, busy, spare):
             wanted = min(left, action.stop - action.start)
             begun = self.take(action.run, action.start, action.start + wanted)
             left -= begun
@@ -82,11 +85,6 @@ class WriteBehind:
             passed = residency.passed_blocks - self._passed_blocks
             self._parts.recorder.demotion_skipped("worth", passed)
             self._passed_blocks += passed
-
-    def _scarcity(self) -> float:
-        """What share of what is worth a write must wait: the budget, or the queue, runs short."""
-        busy = len(self._running) / GROUPS_RUNNING
-        return max(scarcity(self._budget, self._daily), 2.0 * busy - 1.0, 0.0)
 
     def _may_write(self) -> bool:
         disk, now = self._parts.disk, self._parts.clock.now()
