@@ -124,12 +124,12 @@ def _ask_to_stop(client: KVClient) -> None:
 def _interruptions() -> Iterator[list[int]]:
     """Signals that came; the second one interrupts as ever."""
     came: list[int] = []
+    before: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, _: Any) -> None:
         came.append(number)
         signal.signal(number, before[number])
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, note)
     try:

@@ -149,7 +149,7 @@ class Daemon:
             config, self.clock, tiers.host, tiers.record, self._mover,
             EventLog(self.clock.wall, config.limits.events_kept), self._defer,
             random_token(8).hex(), self.metrics, paced(tiers.disk, config),
-            self._journal and self._journal.journal,
+            None if self._journal is None else self._journal.journal,
         )  # fmt: skip
         self.store.on_drain = self.drain
         if isinstance(tiers.record, FileRecord) and tiers.epochs is not None:
