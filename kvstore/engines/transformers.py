@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from kvstore.client import Match, PutResult, ReuseHints, Space
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest, KVStoreError, SpecError
 from kvstore.core.plan import RECOMPUTE, PlanStep
+from kvstore.core.spec import KVSpec
 from kvstore.engines.identity import check_plain, spec_of
 
-__all__ = ["Prefill", "cache_argument", "prefill_with_store", "spec_of"]
+__all__ = ["Prefill", "block_reader", "cache_argument", "prefill_with_store", "spec_of"]
 
 LINK = "host>hbm"  # the copy from the store's memory into the model's cache, wherever that lies
 
@@ -27,8 +29,8 @@ class Prefill:
     """A prompt's prefill: the cache to go on from, and where its tokens came from.
 
     `logits` are [1, vocabulary], of the last token; `cache` holds all `prompt_tokens`.
-    `seconds` is the time to the first token, the store's part of it `store_seconds`; storing comes
-    after and is not in it. `problem` says why the store was of no use, if it was not.
+    `seconds` is the time to the first token, `store_seconds` all of it but the model's own calls;
+    storing comes after and is not in it. `problem` says why the store was of no use, if it was not.
     """
 
     logits: Any
@@ -92,13 +94,13 @@ class _Run:
         self.cache = DynamicCache(config=model.config)
         self.caching = {cache_argument(model): self.cache}
         self.done = Prefill(None, self.cache, self.ids.shape[1])
+        self.call_seconds = 0.0
 
     def prefill(
         self, prompt: dict[str, Any], deadline_seconds: float | None, store: bool
     ) -> Prefill:
         began = perf_seconds()
         match = self._lookup(prompt, deadline_seconds)
-        self.done.store_seconds = perf_seconds() - began
         try:
             self._restore(match)
         finally:
@@ -107,6 +109,7 @@ class _Run:
         self._compute(self.done.prompt_tokens)
         self._synchronize()
         self.done.seconds = perf_seconds() - began
+        self.done.store_seconds = self.done.seconds - self.call_seconds
         if store:
             known = 0 if match is None else match.matched_tokens // self.space.spec.block_size
             self._put(prompt, known)
@@ -134,7 +137,6 @@ class _Run:
             self.done.problem = str(error)
             return
         seconds = perf_seconds() - began
-        self.done.store_seconds += seconds
         first = 0
         for step in steps:
             if step.source == RECOMPUTE:
@@ -172,9 +174,15 @@ class _Run:
         return target
 
     def _append(self, loaded: Any) -> None:
-        """Adds tokens to the end of the cache."""
-        for n in range(len(loaded)):
-            self.cache.update(loaded[n, 0][None], loaded[n, 1][None], n)
+        """Adds tokens to the end of the cache, the first without another copy."""
+        is_empty = not self.cache.get_seq_length()
+        for n, layer in enumerate(self.cache.layers):
+            keys, values = loaded[n, 0][None], loaded[n, 1][None]
+            if is_empty:
+                self.cache.update(keys[:, :, :0], values[:, :, :0], n)
+                layer.keys, layer.values = keys, values
+            else:
+                self.cache.update(keys, values, n)
 
     def _compute(self, stop: int) -> None:
         """Computes the prompt's tokens up to `stop`, and reports each call."""
@@ -186,33 +194,40 @@ class _Run:
                     self.ids[:, start:past], use_cache=True, logits_to_keep=1, **self.caching
                 )
             self._synchronize()
+            seconds = perf_seconds() - began
+            self.call_seconds += seconds
             self.done.logits = output.logits[:, -1]
             self.done.computed_tokens += past - start
             with suppress(KVStoreError):
                 clock = "device" if self.model.device.type == "cuda" else "wall"
-                seconds = perf_seconds() - began
                 self.space.report_step(seconds, [(past - start, start)], clock=clock)
 
     def _put(self, prompt: dict[str, Any], first_block: int) -> None:
         try:
-            self.done.put = self.space.put(self.tokens, self._block, first_block, **prompt)
+            self.done.put = self.space.put(
+                self.tokens, block_reader(self.cache, self.space.spec), first_block, **prompt
+            )
         except KVStoreError as error:
             self.done.problem = self.done.problem or str(error)
-
-    def _block(self, position: int) -> Any:
-        """The bytes of one block, out of the cache."""
-        torch, spec = self.torch, self.space.spec
-        start, stop = position * spec.block_size, (position + 1) * spec.block_size
-        layers = self.cache.layers
-        parts = [
-            torch.stack([layer.keys[0, :, start:stop], layer.values[0, :, start:stop]])
-            for layer in layers
-        ]
-        return torch.stack(parts).cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             self.torch.cuda.synchronize(self.model.device)
+
+
+def block_reader(cache: Any, spec: KVSpec) -> Callable[[int], Any]:
+    """A function that gives the bytes of a cache's block by its position."""
+    import torch
+
+    def read(position: int) -> Any:
+        start, stop = position * spec.block_size, (position + 1) * spec.block_size
+        parts = [
+            torch.stack([layer.keys[0, :, start:stop], layer.values[0, :, start:stop]])
+            for layer in cache.layers
+        ]
+        return torch.stack(parts).cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data
+
+    return read
 
 
 def cache_argument(model: Any) -> str:

@@ -1,0 +1,149 @@
+"""`kvstore bench engine`: first tokens of a real model, with the store and without, in turns.
+
+Each prompt is 1,024 tokens that all have in common and 64 that are new. Roots of their own, by
+salt, make each read from disk a first one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvstore.bench.measure import alternate, document, medians, timed
+from kvstore.client import KVClient, Space
+from kvstore.core.errors import KVStoreError
+from kvstore.engines import smollm2
+from kvstore.engines.generating import prefill_alone
+from kvstore.engines.transformers import Prefill, block_reader, prefill_with_store, spec_of
+from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
+from kvstore.replay.own_disk import disk_section, fitting_disk_bytes, own_disk
+
+SHARED_TOKENS, NEW_TOKENS, BLOCK_TOKENS = 1024, 64, 64
+ROUNDS, QUICK_ROUNDS, WARMUP = 8, 2, 1
+POOL_BYTES_MIN, POOL_SPARE, DISK_POOLS = 64 << 20, 1.25, 2
+CALL_TIMEOUT_SECONDS, PUT_TIMEOUT_SECONDS = 10.0, 60.0
+
+
+def run(quick: bool = False, path: Path | None = None, model: Any = None) -> dict[str, Any]:
+    """Times to the first token: all computed, the common part from host, the same from disk."""
+    model, name = (model, type(model).__name__) if model else (smollm2.load()[0], smollm2.NAME)
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    spec = spec_of(model, name=name, block_size=BLOCK_TOKENS)
+    prompts = SHARED_TOKENS // BLOCK_TOKENS * spec.block_bytes
+    # Those from disk, as many that are put in turns, and the one that stays in host.
+    wanted = int((2 * (rounds + WARMUP) + 1) * prompts * POOL_SPARE)
+    pool = fitting_pool_bytes(max(wanted, POOL_BYTES_MIN), min(wanted, POOL_BYTES_MIN))
+    with own_disk(path) as disk:
+        disk_bytes = fitting_disk_bytes(disk, max(DISK_POOLS * pool, 1 << 30))
+        sections = {"tiers.disk": disk_section(disk, disk_bytes)}
+        with OwnDaemon(pool, sections) as daemon:
+            bench = _Bench(model, spec, daemon)
+            bench.fill(rounds + WARMUP)
+            result = bench.measure(rounds)
+    return {**result, "model": name, "shared_tokens": SHARED_TOKENS, "new_tokens": NEW_TOKENS}
+
+
+class _Bench:
+    """One model, one common part, one daemon."""
+
+    def __init__(self, model: Any, spec: Any, daemon: OwnDaemon) -> None:
+        self._model, self._spec, self._daemon = model, spec, daemon
+        self._rng = random.Random(0)
+        self._shared = self._tokens(SHARED_TOKENS)
+        self._salts: Iterator[str] = iter(())
+        self._stores: dict[str, list[float]] = {"host": [], "disk": []}
+        self.wrong_bytes = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        most = self._model.config.vocab_size
+        return [self._rng.randrange(most) for _ in range(count)]
+
+    def _client(self) -> KVClient:
+        return KVClient.connect(
+            self._daemon.target, call_timeout_seconds=CALL_TIMEOUT_SECONDS,
+            put_timeout_seconds=PUT_TIMEOUT_SECONDS,
+        )  # fmt: skip
+
+    def fill(self, count: int) -> None:
+        """Puts the common part under each salt, and leaves it on disk only."""
+        self._cache = prefill_alone(self._model, self._shared).cache
+        self._read = block_reader(self._cache, self._spec)
+        salts = ["host", *map(str, range(count))]
+        with self._client() as client:
+            space = client.attach(self._spec)
+            for salt in salts:
+                self._put(space, salt)
+        self._daemon.flush()
+        self._daemon.stop(free=True)
+        self._daemon.start()
+        self._daemon.wait_prefaulted()
+        self._salts = iter(salts[1:])
+
+    def _put(self, space: Space, salt: str) -> None:
+        result = space.put(self._shared, self._read, cache_salt=salt)
+        if result.rejected:
+            raise KVStoreError(f"the daemon took not all of a prompt: {result.reason}")
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        with self._client() as client:
+            space = client.attach(self._spec)
+            self._first(space, "host")
+            fresh = map("put {}".format, range(10**6))
+            samples = alternate(
+                {
+                    "alone": lambda: prefill_alone(self._model, self._prompt()).seconds,
+                    "host": lambda: self._restored(space, "host", "host"),
+                    "disk": lambda: self._restored(space, next(self._salts), "disk"),
+                    "put": lambda: timed(lambda: self._put(space, next(fresh)))(),
+                },
+                rounds,
+                WARMUP,
+            )
+        samples |= {f"{tier}_store": seconds[-rounds:] for tier, seconds in self._stores.items()}
+        return self._document(samples)
+
+    def _prompt(self) -> list[int]:
+        return [*self._shared, *self._tokens(NEW_TOKENS)]
+
+    def _first(self, space: Space, salt: str) -> Prefill:
+        return prefill_with_store(self._model, self._prompt(), space, cache_salt=salt, store=False)
+
+    def _restored(self, space: Space, salt: str, tier: str) -> float:
+        done = self._first(space, salt)
+        if done.sources != {tier: SHARED_TOKENS}:
+            raise KVStoreError(
+                f"{SHARED_TOKENS} tokens should have come from {tier} and {done.sources} did: "
+                f"{done.problem or done.reason}"
+            )
+        self.wrong_bytes += _difference(done.cache, self._cache)
+        self._stores[tier].append(done.store_seconds)
+        return done.seconds
+
+    def _document(self, samples: dict[str, list[float]]) -> dict[str, Any]:
+        middle = medians(samples)
+        # What the model would have computed: the whole less what it still computes.
+        saved = middle["alone"] - (middle["host"] - middle["host_store"])
+        size = SHARED_TOKENS // BLOCK_TOKENS * self._spec.block_bytes
+        return document(
+            {
+                "ttft_ratio_host": middle["host"] / middle["alone"],
+                "ttft_ratio_disk": middle["disk"] / middle["alone"],
+                "store_share": (middle["host_store"] + middle["put"]) / saved,
+            },
+            samples,
+            restore_share=middle["host_store"] / saved,
+            put_share=middle["put"] / saved,
+            restored_bytes=size,
+            wrong_bytes=self.wrong_bytes,
+        )
+
+
+def _difference(cache: Any, known: Any) -> int:
+    """Bytes of the common part that are others than what was put."""
+    wrong = 0
+    for one, other in zip(cache.layers, known.layers, strict=True):
+        for ours, theirs in ((one.keys, other.keys), (one.values, other.values)):
+            wrong += int((ours[:, :, :SHARED_TOKENS] != theirs).sum()) * ours.element_size()
+    return wrong
