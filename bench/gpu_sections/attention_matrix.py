@@ -127,7 +127,7 @@ def _cascade(case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     more = {
         **arguments, "block_table": pool.block_table[:4], "seq_lens": pool.seq_lens[:4],
         "prefix_table": pool.block_table[4:], "prefix_lens": pool.seq_lens[4:],
-        "cu_group": torch.tensor([0, 3, 4], dtype=torch.int32, device="cuda"),
+        "cu_group": torch.tensor([0, 3, 4], dtype=torch.int32, device="cuda"), "max_group": 3,
         "sm_scale": case["width"] ** -0.5,
     }  # fmt: skip
     found = cascade_decode(q, **more, backend="triton")

@@ -68,6 +68,7 @@ def _cascade(kv_format: str, tokens: int) -> dict[str, Any]:
         "seq_lens": pool.seq_lens[:requests], "prefix_table": pool.block_table[requests:],
         "prefix_lens": pool.seq_lens[requests:], "sm_scale": WIDTH**-0.5,
         "cu_group": torch.tensor([0, requests], dtype=torch.int32, device="cuda"),
+        "max_group": requests,
     }  # fmt: skip
     cascade = graph_seconds([lambda: cascade_decode(q, **shared)])
     plain_arguments = {**arguments, **_joined(pool, requests, prefix, own), "sm_scale": WIDTH**-0.5}

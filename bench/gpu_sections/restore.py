@@ -24,6 +24,8 @@ from kvstore.kernels.formats import BlockLayout
 
 LAYERS, HEADS, WIDTH = 32, 8, 128
 STAGING_BYTES = 64 << 20
+TOTAL_BYTES = 1 << 30
+MATRIX = 8192
 LOOP_RUNS_MAX = 8192
 
 
@@ -124,16 +126,16 @@ def run(context: Context, answer: dict[str, Any]) -> None:
     world = World()
     answer["rows"], answer["beside_gemm"], answer["wrong"] = [], [], []
     rng = np.random.default_rng(0)
-    with Registered(world.device, 1 << 30) as host:
-        host.bytes[:] = np.frombuffer(rng.bytes(1 << 24), np.uint8).repeat(1 << 6)
+    with Registered(world.device, TOTAL_BYTES) as host:
+        host.bytes[:] = np.frombuffer(rng.bytes(TOTAL_BYTES >> 6), np.uint8).repeat(1 << 6)
         for tokens in (2, 4, 8, 12, 16, 32, 64, 128, 512):
             if context.left < 12:
                 break
-            total = (1 << 28) if tokens < 16 else (1 << 30)
+            total = TOTAL_BYTES // 4 if tokens < 16 else TOTAL_BYTES
             _alone(context, answer, Restore(world, host, tokens, total))
         for tokens in (16, 64):
             if context.left > 6:
-                _beside(context, answer, Restore(world, host, tokens, 1 << 30))
+                _beside(context, answer, Restore(world, host, tokens, TOTAL_BYTES))
 
 
 def _alone(context: Context, answer: dict[str, Any], restore: Restore) -> None:
@@ -157,7 +159,7 @@ def _alone(context: Context, answer: dict[str, Any], restore: Restore) -> None:
 
 def _beside(context: Context, answer: dict[str, Any], restore: Restore) -> None:
     """How a restore and matrix products slow each other: products back to back on their stream."""
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    a, b = (torch.randn(MATRIX, MATRIX, device="cuda").bfloat16() for _ in range(2))
     out, world, products = a @ b, restore.world, torch.cuda.Stream()
     alone = _products(products, a, b, out, 20, lambda: None)
     for way in ("batch", "staged", "mapped"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from typing import Any
+
+import numpy as np
 
 from kvstore.cuda.device import Device, Event, Shared, Stream
 
@@ -60,10 +61,10 @@ class Peer:
 
     def read(self, at: int, length: int) -> list[int]:
         """Least and greatest byte of a range."""
-        target = ctypes.create_string_buffer(length)
-        self.stream.copy(ctypes.addressof(target), self.base + at, length)
+        target = np.zeros(length, np.uint8)
+        self.stream.copy(target.ctypes.data, self.base + at, length)
         self.stream.synchronize()
-        return [min(target.raw), max(target.raw)]
+        return [int(target.min()), int(target.max())]
 
     read_again = read
 
@@ -90,7 +91,7 @@ class Peer:
     def copy_on(self, length: int) -> bool:
         """Begins some 0.1 s of copies out of the shared range."""
         self.scratch = self.device.allocate(length)
-        for _ in range(3000):
+        for _ in range(max(2, int(0.1 * self.copy_speed(length) / (2 * length)))):
             self.stream.copy(self.scratch, self.base, length)
         self.pending = self.stream.record()
         return True

@@ -10,11 +10,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from fake_cuda import fake_driver
 
 from kvstore.core.clock import ManualClock
+from kvstore.cuda.device import Device
 from kvstore.tiers.base import AddressableTier, BlockHeader, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.faulty import FaultyTier
+from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.throttle import ThrottledTier
@@ -66,13 +69,16 @@ class Subject:
         self.kind = kind
         self._directory = directory
         self.pools = ["", "acme"] if kind.endswith("two") else [""]
-        self.persistent = not kind.startswith("sealed")
+        self.persistent = not kind.startswith(("sealed", "hbm"))
+        self.name = "disk" if kind.startswith("disk") else kind[:3] if "hbm" in kind else "host"
         self.tier = self._make()
 
     def _make(self) -> Tier:
         if self.kind.startswith("disk"):
             return DiskTier(self._directory, DISK_BYTES, direct=self.kind == "disk")
         sizes = dict.fromkeys(self.pools, POOL_BYTES)
+        if self.kind.startswith("hbm"):
+            return HbmTier(Device(driver=fake_driver()), sizes, buffer_bytes=100_000)
         if self.kind.startswith(("shm", "sealed")):
             kind = "shm" if self.kind.startswith("shm") else "sealed"
             pools = [PoolConfig(*item) for item in sizes.items()]
@@ -99,7 +105,7 @@ class Subject:
 
     def reopen(self) -> Tier:
         """The tier as the next daemon sees it."""
-        if self.kind.startswith(("shm", "sealed", "disk")):
+        if self.kind.startswith(("shm", "sealed", "disk", "hbm")):
             self.tier.close()
             self.tier = self._make()
         else:
@@ -114,11 +120,17 @@ ADDRESSABLE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=[*ADDRESSABLE, "disk", "disk-buffered"])
+@pytest.fixture(params=[*ADDRESSABLE, "disk", "disk-buffered", "hbm", "hbm-lazy-two"])
 def subject(
-    request: pytest.FixtureRequest, shm_directory: Path, disk_directory: Path
-) -> Iterator[Subject]:
-    """A tier of every kind in turn."""
+    request: pytest.FixtureRequest, shm_directory: Path, disk_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Subject]:  # fmt: skip
+    """A tier of every kind in turn; hbm on a driver without a GPU, lazy: it copies when waited for.
+
+    On a GPU it is held to the same contract by tests/gpu.
+    """
+    if "lazy" in request.param:
+        monkeypatch.setenv("FAKE_CUDA_LAZY", "1")
     on_disk = request.param.startswith("disk")
     made = Subject(request.param, disk_directory if on_disk else shm_directory)
     yield made
