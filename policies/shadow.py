@@ -27,7 +27,6 @@ TIER_NAMES = ("host", "disk")
 HALF_REQUESTS = 500
 # Requests whose end is still heard of.
 USES_KEPT = 4096
-STEP_DROPS = 8
 
 
 class Variant(NamedTuple):
@@ -244,9 +243,7 @@ class Shadows:
             hits.append(hit.blocks * space.block_size)
             saved.append(self._saved(space, hit))
             yield
-            for n, _ in enumerate(shadow.ghost.make_room(space, seconds)):
-                if n % STEP_DROPS == STEP_DROPS - 1:
-                    yield
+            yield from shadow.ghost.make_room(space, seconds)
         self._count(job, hits, saved)
         return Served(hits, saved)
 
@@ -280,9 +277,7 @@ class Shadows:
     def empty(self) -> Iterator[None]:
         """Lets go of all blocks; a step is short. Freed at once, unlike what is only dropped."""
         for shadow in self.shadows:
-            for n, _ in enumerate(shadow.ghost.empty()):
-                if n % STEP_DROPS == STEP_DROPS - 1:
-                    yield
+            yield from shadow.ghost.empty()
 
     def finish(self, use: Use, output_tokens: int = UNKNOWN_TOKENS) -> None:
         """A request has ended; `use` is the live one."""
