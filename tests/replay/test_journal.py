@@ -253,6 +253,24 @@ def test_altered_actions_are_found(lines: list[Any]) -> None:
     assert "the daemon did 'drop nothing'" in str(changed(lines, at, ["action", "drop nothing"]))
 
 
+def test_a_difference_is_an_exit_code(
+    lines: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`trace check` says what was decided otherwise, and exits 1; identical ones exit 0."""
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    capfd.readouterr()
+    assert run(["trace", "check", str(path)]) == 0
+    assert capfd.readouterr().out.startswith("identical: ")
+    at = first(lines, "index", "drop") - 1
+    altered = [*lines[:at], ["action", "drop nothing"], *lines[at + 1 :]]
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in altered))
+    assert run(["trace", "check", str(path)]) == 1
+    assert f"line {at + 1}: the daemon did 'drop nothing'" in capfd.readouterr().out
+    assert run(["trace", "check", str(path), "--json"]) == 1
+    assert json.loads(capfd.readouterr().out)["identical"] is False
+
+
 def test_altered_inputs_are_found(lines: list[Any]) -> None:
     """Inputs that are left out, or not what they were, lead to other actions or to none."""
     room = first(lines, "open")
