@@ -137,18 +137,21 @@ def extend_plan(
 
 def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, int]:
     """(rows of a tile, tokens of a tile, warps, stages)."""
-    small = max(ROWS_MIN, min(64, power_of_two(rows)))
-    if shape.value_bytes == 4 or shape.kv_format == "int4_kivi":
-        return min(small, 32), 32, 4, 2
+    few = max(ROWS_MIN, min(64, power_of_two(rows)))
+    narrow = shape.head_dim <= 128
+    if shape.value_bytes == 4:
+        return min(few, 32), 32, 4, 2
     if target == "gfx942":
-        return small, 32, 4, 1
+        return few, 32, 4, 1
+    if shape.kv_format == "int4_kivi":
+        return few, 32, 4, 2
     if rows <= 64:
-        return small, (64 if shape.head_dim <= 128 else 32), 4, 3
-    if shape.kv_format != "raw" or shape.head_dim > 128:
-        return 64, (64 if shape.head_dim <= 128 else 32), 4, 2
-    if target == "sm_80":
-        return 128, 32, 4, 3
-    return 128, 64, 8, 3
+        return few, (64 if narrow and shape.kv_format == "raw" else 32), 4, 3
+    if shape.kv_format != "raw":
+        return (128, 32, 8, 2) if narrow else (64, 32, 4, 2)
+    if not narrow:
+        return 64, 32, 4, 2
+    return (128, 32, 4, 3) if target == "sm_80" else (128, 64, 8, 3)
 
 
 def merge_plan(head_dim: int, states: int) -> Plan:
@@ -166,8 +169,8 @@ def mla_plan(
     """Settings of `mla_decode`: few heads are bound by memory, many by arithmetic."""
     tuning = tuning or Tuning()
     small = shape.value_bytes == 4 or target == "gfx942"
-    rows = ROWS_MIN if heads <= ROWS_MIN or small else (32 if heads <= 32 else 64)
-    tile, warps, stages = (16, 4, 1) if small else (32, 4, 2) if rows < 64 else (64, 8, 2)
+    rows = ROWS_MIN if heads <= ROWS_MIN or small else 32
+    tile, warps, stages = (16, 4, 1) if small else (32, 4 if rows == ROWS_MIN else 8, 2)
     constants: dict[str, int | bool | str] = {
         "HEADS": heads, "ROWS": tuning.block_m or rows, "D": shape.head_dim, "ROPE": rope,
         "PAGE": shape.block_size, "BLOCK_N": tuning.block_n or tile, "SPLITS": splits,
