@@ -56,7 +56,7 @@ POINTERS = {
 
 def _variant(name: str, plan: Plan, kv_format: str = "raw", dtype: str = "bf16") -> Variant:
     kv = f"*{dtype}" if kv_format == "raw" else "*i16"
-    types = {name: f"*{dtype}" for name in ("q_ptr", "r_ptr", "c_ptr", "out_ptr")}
+    types = dict.fromkeys(("q_ptr", "r_ptr", "c_ptr", "out_ptr"), f"*{dtype}")
     types |= POINTERS | {"k_ptr": kv, "v_ptr": kv}
     types["o_ptr"] = "*fp32" if plan.constants.get("SPLITS", 2) != 1 else f"*{dtype}"
     decodes = name.startswith(("decode", "mla", "extend"))
