@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kvstore.kernels import block_launch, block_reference
+from kvstore.kernels.dispatch import uses_triton
 from kvstore.kernels.engine_pool import EnginePool
 from kvstore.kernels.formats import BlockLayout
 from kvstore.kernels.views import check_pool
@@ -39,7 +40,7 @@ def gather_blocks(
     pages, slots, layers = _checked(pool, pages, store, slots, layout, layers)
     if len(slots) == 0 or len(layers) == 0:
         return
-    if _uses_triton(backend, store.device):
+    if uses_triton(backend, store.device):
         block_launch.launch(pool, pages, store, slots, layout, layers, to_store=True)
     else:
         block_reference.gather(pool, pages, store, slots, layout, layers)
@@ -62,7 +63,7 @@ def scatter_blocks(
     pages, slots, layers = _checked(pool, pages, store, slots, layout, layers)
     if len(slots) == 0 or len(layers) == 0:
         return
-    if _uses_triton(backend, store.device):
+    if uses_triton(backend, store.device):
         block_launch.launch(pool, pages, store, slots, layout, layers, to_store=False)
     else:
         block_reference.scatter(store, slots, pool, pages, layout, layers)
@@ -96,9 +97,3 @@ def _checked(
     if layers.step != 1 or layers.start < 0 or layers.stop > layout.num_layers:
         raise ValueError(f"layers {layers} are not consecutive ones of {layout.num_layers}")
     return pages.contiguous(), slots.contiguous(), layers
-
-
-def _uses_triton(backend: str | None, device: torch.device) -> bool:
-    if backend not in (None, "triton", "reference"):
-        raise ValueError(f"backend is {backend!r}; pass 'triton', 'reference' or None")
-    return backend == "triton" or (backend is None and device.type == "cuda")

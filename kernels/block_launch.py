@@ -89,7 +89,9 @@ def _int4(layout: BlockLayout, common: dict[str, Any], to_store: bool) -> Varian
     }  # fmt: skip
     kernel = int4.quantize_int4 if to_store else int4.dequantize_int4
     programs = layout.num_kv_heads * (layout.block_size // layout.token_group)
-    return Variant(kernel, constants, 4, programs)
+    values = layout.token_group * triton.next_power_of_2(quarter)
+    warps = min(max(values // 256, 1), 8)  # of 32 threads with 8 values each: 16-byte words
+    return Variant(kernel, constants, warps, programs)
 
 
 def launch(

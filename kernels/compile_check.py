@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvstore.kernels.block_variants import block_variants
 from kvstore.kernels.dispatch import TARGETS
 from kvstore.kernels.variants import Variant, attention_variants
 
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 def variants(target: str) -> Iterator[Variant]:
     """Every variant that is checked for `target`."""
     yield from attention_variants(target)
+    yield from block_variants(target)
 
 
 def report(target: str, name: str, code: Code | None, problems: list[str]) -> bool:

@@ -12,15 +12,17 @@ from kvstore.kernels.attention import cascade_decode, paged_decode, paged_extend
 from kvstore.kernels.formats import BlockLayout
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
+CASES = (
+    ("raw", 2048, 8192), ("raw", 2048, 65536), ("raw", 8192, 0), ("raw", 2048, 0),
+    ("raw", 128, 8192), ("raw", 128, 65536), ("int8_th", 2048, 8192), ("fp8_bh", 2048, 8192),
+    ("int4_kivi", 2048, 8192),
+)  # fmt: skip
+REQUESTS, PREFIX, OWN = 64, 32768, 256
 
 
 def run(context: Context, answer: dict[str, Any]) -> None:
     answer["rows"] = []
-    for kv_format, new, before in [
-        ("raw", 2048, 8192), ("raw", 2048, 65536), ("raw", 8192, 0), ("raw", 2048, 0),
-        ("raw", 128, 8192), ("raw", 128, 65536), ("int8_th", 2048, 8192), ("fp8_bh", 2048, 8192),
-        ("int4_kivi", 2048, 8192),
-    ]:  # fmt: skip
+    for kv_format, new, before in CASES:
         if context.left > 4:
             _guard(answer, f"extend {kv_format}", _extend, context, kv_format, new, before)
     for kv_format in ("raw", "int8_th"):
@@ -58,7 +60,7 @@ def _extend(context: Context, kv_format: str, new: int, before: int) -> dict[str
 
 def _cascade(kv_format: str, tokens: int) -> dict[str, Any]:
     """64 requests on a prefix of 32,768 tokens, 256 of their own, against plain decode."""
-    requests, prefix, own = 64, 32768, 256
+    requests, prefix, own = REQUESTS, PREFIX, OWN
     layout = BlockLayout(1, KV_HEADS, WIDTH, tokens, kv_format=kv_format)
     pool = paged(layout, [own] * requests + [prefix], spare=0)
     q = torch.randn(requests, HEADS, WIDTH, device="cuda").bfloat16()

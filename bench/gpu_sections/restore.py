@@ -26,6 +26,7 @@ LAYERS, HEADS, WIDTH = 32, 8, 128
 STAGING_BYTES = 64 << 20
 TOTAL_BYTES = 1 << 30
 MATRIX = 8192
+TOKENS, TOKENS_BESIDE = (2, 4, 8, 12, 16, 32, 64, 128, 512), (16, 64)
 LOOP_RUNS_MAX = 8192
 
 
@@ -128,12 +129,12 @@ def run(context: Context, answer: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     with Registered(world.device, TOTAL_BYTES) as host:
         host.bytes[:] = np.frombuffer(rng.bytes(TOTAL_BYTES >> 6), np.uint8).repeat(1 << 6)
-        for tokens in (2, 4, 8, 12, 16, 32, 64, 128, 512):
+        for tokens in TOKENS:
             if context.left < 12:
                 break
             total = TOTAL_BYTES // 4 if tokens < 16 else TOTAL_BYTES
             _alone(context, answer, Restore(world, host, tokens, total))
-        for tokens in (16, 64):
+        for tokens in TOKENS_BESIDE:
             if context.left > 6:
                 _beside(context, answer, Restore(world, host, tokens, TOTAL_BYTES))
 
