@@ -15,7 +15,8 @@ import numpy as np
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices
-from kvstore.policies.ghost import DISK, Ghost, Hit
+from kvstore.policies.ghost import Ghost, Hit
+from kvstore.policies.ghost_disk import DISK
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.replay.cachesim_workload import ROOT, Workload

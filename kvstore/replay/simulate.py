@@ -17,8 +17,9 @@ import numpy as np
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices
 from kvstore.policies.cost import CallCost
+from kvstore.policies.ghost import Hit
 from kvstore.replay.bounds import Optimum, optimum
-from kvstore.replay.cachesim import CacheResult, CacheSimulation, Hit
+from kvstore.replay.cachesim import CacheResult, CacheSimulation
 from kvstore.replay.cachesim_workload import Workload
 from kvstore.replay.columns import TraceColumns, trace_columns
 from kvstore.replay.formats import TraceRequest, load_trace
