@@ -91,9 +91,7 @@ def _own_cache() -> None:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-def _check_named(
-    target: str, name: str, options: dict[str, int]
-) -> tuple[Code | None, list[str]]:
+def _check_named(target: str, name: str, options: dict[str, int]) -> tuple[Code | None, list[str]]:
     variant = next(v for v in variants(target) if v.name == name)
     return check(replace(variant, options=variant.options | options), target)
 
@@ -147,7 +145,7 @@ def gpu_target(target: str) -> GPUTarget:
 def read_code(kernel: Any, target: str) -> Code:
     """Facts from SASS, or from AMD's assembler text."""
     if target.startswith("gfx"):
-        return _read_amd(kernel.asm["amdgcn"])
+        return _read_amd(kernel.asm["amdgcn"], int(kernel.metadata.shared))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -166,14 +164,14 @@ def read_code(kernel: Any, target: str) -> Code:
     )
 
 
-def _read_amd(text: str) -> Code:
+def _read_amd(text: str, shared: int) -> Code:
     def number(name: str) -> int:
         return max(map(int, re.findall(rf"\.{name}:\s*(\d+)", text)), default=0)
 
     return Code(
         registers=number("vgpr_count"),
         spilled=number("vgpr_spill_count"),
-        shared=number("group_segment_fixed_size"),
+        shared=shared,
         dots=_count(r"\bv_mfma", text),
         wide_loads=_count(r"\b(global|buffer)_load_dwordx4\b", text),
         wide_copies=0,

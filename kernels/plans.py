@@ -144,14 +144,16 @@ def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, 
     if target == "gfx942":
         return few, 32, 4, 1
     if shape.kv_format == "int4_kivi":
-        return few, 32, 4, 2
+        return few, 32, (8 if target == "sm_80" else 4), 2
     if rows <= 64:
         return few, (64 if narrow and shape.kv_format == "raw" else 32), 4, 3
     if shape.kv_format != "raw":
-        return (128, 32, 8, 2) if narrow else (64, 32, 4, 2)
+        if target == "sm_80":
+            return 32, 32, 4, 2
+        return (128, 32, 8, 2) if narrow and target != "sm_100" else (64, 32, 4, 2)
     if not narrow:
         return 64, 32, 4, 2
-    return (128, 32, 4, 3) if target == "sm_80" else (128, 64, 8, 3)
+    return (128, 32, 8, 3) if target == "sm_80" else (128, 64, 8, 3)
 
 
 def merge_plan(head_dim: int, states: int) -> Plan:
