@@ -31,6 +31,23 @@ RUNS_MAX = 64
 SECOND_LOOKS = 2
 
 
+class ColdEnd:
+    """Runs of one pool that were dealt with, longest ago first, with their blocks in host.
+
+    `missed_bytes` were evicted though they were not dealt with.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[Run, int] = {}
+        self.byte_count = self.missed_bytes = 0
+
+    def put(self, run: Run, blocks: int) -> None:
+        """So many blocks of `run` are here now; with 0 it is not."""
+        self.byte_count += (blocks - self.runs.pop(run, 0)) * block_bytes(run)
+        if blocks:
+            self.runs[run] = blocks
+
+
 class DemotionQueue:
     """Leaf runs of each host pool that were not dealt with, in the order of the policy.
 
@@ -45,16 +62,24 @@ class DemotionQueue:
         self.admission: Admission | None = None
         self.passed_blocks = 0
         self._ranks: dict[str, EvictionPolicy] = {}
-        # Runs at the cold end with their blocks in host, and the bytes of these by pool.
-        self._cold: dict[Run, int] = {}
-        self._cold_bytes: dict[str, int] = {}
+        self._ends: dict[str, ColdEnd] = {}
         # Runs with blocks that were not worth a write, and how many.
         self._passed: dict[Run, int] = {}
 
     def owed_bytes(self, pool: str) -> int:
         """Bytes above the watermark that were not dealt with."""
         used = self._residency.accounts.used(HOST, pool)
-        return used - self.watermarks[pool] - self._cold_bytes.get(pool, 0)
+        return used - self.watermarks[pool] - self._end(pool).byte_count
+
+    def _end(self, pool: str) -> ColdEnd:
+        end = self._ends.get(pool)
+        if end is None:
+            end = self._ends[pool] = ColdEnd()
+        return end
+
+    def is_cold(self, run: Run) -> bool:
+        """Whether `run` was dealt with."""
+        return run in self._end(run.root.space.pool).runs
 
     def rank(self, run: Run) -> EvictionPolicy | None:
         """The order that `run` is in; None where nothing is written."""
@@ -74,8 +99,7 @@ class DemotionQueue:
     def forget(self) -> None:
         """The policy changes: everything is entered anew."""
         self._ranks.clear()
-        self._cold.clear()
-        self._cold_bytes.clear()
+        self._ends.clear()
 
     def take(
         self, pool: str, byte_count: int, busy: float = 0.0, spare: float = 0.0
@@ -104,7 +128,7 @@ class DemotionQueue:
                     self.admission.wrote(begun * size)
                 if left <= 0 or begun < stop - start:
                     return
-            if run.alive:
+            if run.is_leaf(HOST):
                 rank.park(run)
                 self._settle(run, _blocks_of(run, due) - _blocks_of(run, worthy))
             if self.owed_bytes(pool) <= 0:
@@ -112,19 +136,12 @@ class DemotionQueue:
 
     def _settle(self, run: Run, passed: int) -> None:
         """`run` was dealt with; so many of its own blocks are not worth a write."""
-        self._count(run, run.resident_in(HOST) // run.root.space.shard_count)
+        blocks = run.resident_in(HOST) // run.root.space.shard_count
+        self._end(run.root.space.pool).put(run, blocks)
         before = self._passed.pop(run, 0)
         if passed:
             self._passed[run] = passed
             self.passed_blocks += max(0, passed - before)
-
-    def _count(self, run: Run, blocks: int) -> None:
-        """So many blocks of `run` are at the cold end now."""
-        pool, before = run.root.space.pool, self._cold.pop(run, 0)
-        if blocks:
-            self._cold[run] = blocks
-        size = (blocks - before) * block_bytes(run)
-        self._cold_bytes[pool] = self._cold_bytes.get(pool, 0) + size
 
     def _look_again(self) -> None:
         """Offers the runs that were passed over longest ago."""
@@ -136,24 +153,45 @@ class DemotionQueue:
 
     def offer(self, run: Run) -> None:
         """`run` may have something to write again, or is not cold any more."""
-        if run in self._cold:
-            self._count(run, 0)
+        self._end(run.root.space.pool).put(run, 0)
         for rank in self.holders(run.root.space.pool):
             rank.unpark(run)
 
     def used(self, run: Run) -> None:
         """`run` was asked for."""
-        if run in self._cold:
+        if self.is_cold(run):
             self.offer(run)
 
-    def shrunk(self, run: Run) -> None:
+    def on_leaf(self, run: Run) -> None:
+        """`run` may be evicted, whole or what is left of it.
+
+        If what was evicted had not been dealt with, something else is the cold end now: as much of
+        what was taken for it is offered again, beside this one.
+        """
+        self._shrunk(run)
+        end = self._end(run.root.space.pool)
+        while end.runs and end.missed_bytes > 0:
+            cold, blocks = next(iter(end.runs.items()))
+            end.missed_bytes -= blocks * block_bytes(cold)
+            self.offer(cold)
+        end.missed_bytes = 0
+
+    def evicted(self, run: Run, byte_count: int, was_cold: bool) -> None:
+        """So much of `run`, which may be dead, left host by a drop."""
+        if not was_cold:
+            self._end(run.root.space.pool).missed_bytes += byte_count
+        elif run.alive:
+            self._shrunk(run)
+
+    def _shrunk(self, run: Run) -> None:
         """Blocks of `run` may have left host."""
-        if run in self._cold:
-            blocks = run.resident_in(HOST) // run.root.space.shard_count
-            if blocks:
-                self._count(run, blocks)
-            else:
-                self.offer(run)
+        if not self.is_cold(run):
+            return
+        blocks = run.resident_in(HOST) // run.root.space.shard_count
+        if blocks:
+            self._end(run.root.space.pool).put(run, blocks)
+        else:
+            self.offer(run)
 
     def on_split(self, run: Run, tail: Run) -> None:
         self.used(run)
@@ -165,25 +203,23 @@ class DemotionQueue:
 
     def on_merge(self, run: Run, tail: Run) -> None:
         self.used(run)
-        self._count(tail, 0)
+        self._end(tail.root.space.pool).put(tail, 0)
         passed = self._passed.pop(tail, 0)
         if passed:
             self._passed[run] = self._passed.pop(run, 0) + passed
 
     def on_remove(self, run: Run) -> None:
-        if run in self._cold:
-            self._count(run, 0)
+        self._end(run.root.space.pool).put(run, 0)
         self._passed.pop(run, None)
 
     def check(self) -> None:
         """Raises AssertionError where the cold end is other than counted."""
-        sizes: dict[str, int] = {}
-        for run, blocks in self._cold.items():
-            pool = run.root.space.pool
-            sizes[pool] = sizes.get(pool, 0) + blocks * block_bytes(run)
-            assert run.alive
-            assert 0 < blocks <= run.resident_in(HOST) // run.root.space.shard_count
-        assert sizes == {pool: size for pool, size in self._cold_bytes.items() if size}
+        for end in self._ends.values():
+            sizes = [blocks * block_bytes(run) for run, blocks in end.runs.items()]
+            assert sum(sizes) == end.byte_count
+            for run, blocks in end.runs.items():
+                assert run.alive
+                assert 0 < blocks <= run.resident_in(HOST) // run.root.space.shard_count
         assert all(run.alive and blocks > 0 for run, blocks in self._passed.items())
 
 

@@ -208,15 +208,16 @@ class Residency(Hearing):
                     continue
                 keep = max(keep, self.index.keep_for(run, tier, blocks, 0) or 0)
             drop = Drop(run, keep, tier, reason)
+            was_cold = self._demotions.is_cold(run)
             if self.on_action is not None:
                 self.on_action(drop)
             yield drop
             before, used = used, self.accounts.used(tier, pool)
             assert used < before, "a Drop was not carried out"
+            if not tier:
+                self._demotions.evicted(run, before - used, was_cold)
             if run.alive:
                 self._inherit(run)
-                if not tier:
-                    self._demotions.shrunk(run)
             policy.on_evicted(run)
             if used <= goal:
                 return
@@ -310,7 +311,7 @@ class Residency(Hearing):
         for policy in self._rankings(tier, run):
             policy.on_leaf(run)
         if not tier:
-            self._demotions.shrunk(run)
+            self._demotions.on_leaf(run)
         if tier and run.is_leaf(0):
             # With a copy below, less is lost when it goes from above.
             for policy in self._rankings(0, run):
