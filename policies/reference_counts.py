@@ -50,4 +50,5 @@ def first_counted_alike(run: Run) -> int:
         return 0
     start = run.first // use.grain
     first = bisect_left(use.counts, -use.counts[end], start, end, key=lambda count: -count)
-    return max(0, first * use.grain - run.first)
+    grain: int = use.grain
+    return max(0, first * grain - run.first)

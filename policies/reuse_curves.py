@@ -130,7 +130,8 @@ class Curves:
         """Of each row, minus the logarithm of the chance to pass each bin without a reuse."""
         multipliers = np.exp(GRID_LOW + GRID_STEP * np.arange(GRID))
         curves = self.curves * (1 + self.curves / 2)
-        return (multipliers[None, :, None] * curves[:, None, :]).reshape(-1, BINS)
+        hazards: np.ndarray = multipliers[None, :, None] * curves[:, None, :]
+        return hazards.reshape(-1, BINS)
 
     def _publish(self) -> None:
         self.rows = self.table.tolist()

@@ -7,7 +7,6 @@ import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import xxhash
 
 from kvstore.core.errors import SpecError
@@ -35,11 +34,11 @@ def fingerprint(model: Any) -> str:
     return known
 
 
-def _bytes_of(tensor: Any) -> np.ndarray:
+def _bytes_of(tensor: Any) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw: np.ndarray = flat.view(torch.uint8).numpy()
+    raw: memoryview = flat.view(torch.uint8).numpy().data
     return raw
 
 
