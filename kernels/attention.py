@@ -44,13 +44,11 @@ def paged_decode(
         Pools(k_pool, v_pool, k_scale, v_scale, kv_format),
         Options(sm_scale, window, softcap, sinks),
     )
-    _check(q, pools, options, block_table, seq_lens, len(q))
+    _check(q, pools, options, block_table, seq_lens, len(q), num_splits)
     out = _room(q, out)
     if not uses_triton(backend, q.device):
         return _fill(out, reference.paged_decode(q, pools, block_table, seq_lens, options))
-    return out, launch.paged_decode(
-        q, pools, block_table, seq_lens, options, _splits(num_splits), out
-    )
+    return out, launch.paged_decode(q, pools, block_table, seq_lens, options, num_splits, out)
 
 
 def paged_extend(
@@ -72,7 +70,7 @@ def paged_extend(
         Pools(k_pool, v_pool, k_scale, v_scale, kv_format),
         Options(sm_scale, window, softcap, sinks),
     )
-    _check(q, pools, options, block_table, seq_lens, len(cu_q) - 1)
+    _check(q, pools, options, block_table, seq_lens, len(cu_q) - 1, num_splits)
     if cu_q.dtype is not torch.int32 or max_q < 0:
         raise ValueError(f"cu_q is {cu_q.dtype} and max_q {max_q}; pass int32 and a count")
     if window and not causal:
@@ -82,7 +80,7 @@ def paged_extend(
         result = reference.paged_extend(q, pools, block_table, seq_lens, cu_q, causal, options)
         return _fill(out, result)
     return out, launch.paged_extend(
-        q, pools, block_table, seq_lens, cu_q, max_q, causal, options, _splits(num_splits), out
+        q, pools, block_table, seq_lens, cu_q, max_q, causal, options, num_splits, out
     )
 
 
@@ -146,6 +144,7 @@ def mla_decode(
     options = Options(sm_scale, softcap=softcap)
     options.check(q_nope.shape[1])
     check_table(block_table, seq_lens, len(q_nope))
+    _check_splits(num_splits)
     widths = (q_nope.shape[2], q_rope.shape[2], latents.shape[2])
     if widths[0] & (widths[0] - 1) or widths[1] & (widths[1] - 1) or widths[0] < 16:
         raise ValueError(f"q_nope and q_rope have {widths[:2]} channels; pass powers of two")
@@ -156,19 +155,20 @@ def mla_decode(
         result = reference.mla_decode(q_nope, q_rope, latents, block_table, seq_lens, options)
         return _fill(out, result)
     return out, launch.mla_decode(
-        q_nope, q_rope, latents, block_table, seq_lens, options, _splits(num_splits), out
+        q_nope, q_rope, latents, block_table, seq_lens, options, num_splits, out
     )
 
 
 def _check(
     q: torch.Tensor, pools: Pools, options: Options, block_table: torch.Tensor,
-    seq_lens: torch.Tensor, count: int,
+    seq_lens: torch.Tensor, count: int, num_splits: int | None,
 ) -> None:  # fmt: skip
     if q.dim() != 3 or q.stride(2) != 1:
         raise ValueError(f"q has shape {tuple(q.shape)}; pass [tokens, H, D] with contiguous rows")
     pools.check(q)
     options.check(q.shape[1])
     check_table(block_table, seq_lens, count)
+    _check_splits(num_splits)
 
 
 def _room(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -186,7 +186,6 @@ def _fill(
     return out, result[1] if out.dtype is torch.float64 else result[1].float()
 
 
-def _splits(num_splits: int | None) -> int | None:
+def _check_splits(num_splits: int | None) -> None:
     if num_splits is not None and not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}; pass 1 to 1024, or None to have it chosen")
-    return num_splits
