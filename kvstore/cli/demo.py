@@ -41,10 +41,19 @@ WRITTEN, READ = "kvstore_demoted_blocks_total", "kvstore_promoted_blocks_total"
     "--path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
     help="Where the disk tier is made, and removed again; else in the user's cache or /var/tmp.",
 )  # fmt: skip
+@click.option(
+    "--engine", is_flag=True,
+    help="Let users chat with a small real model instead, with the store and without it.",
+)  # fmt: skip
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write a page with the plot of what things cost here; with --engine only.",
+)  # fmt: skip
 @json_option
 def command(
-    clients: int, bytes_per_token: int | None, limit: int, path: Path | None, as_json: bool
-) -> None:
+    clients: int, bytes_per_token: int | None, limit: int, path: Path | None, engine: bool,
+    report: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Replay ten minutes of a published trace against a daemon of our own.
 
     What overflows its host pool goes to a disk tier and comes back from there. Half way the daemon
@@ -52,7 +61,19 @@ def command(
     started with an empty pool, as after a reboot, and serves a part of the trace again from disk.
     Every restored byte is checked against what belongs there; exit 1 if one was wrong. Nothing is
     left behind.
+
+    With --engine, users chat with a small real model over one long system prompt, each turn with
+    the store and without; the daemon is killed and rebooted in between. Exit 1 if an answer was
+    another. It needs: make smollm2.
     """
+    if engine:
+        from kvstore.cli.demo_engine import run
+
+        with _interruptible():
+            run(path, report, as_json)
+        return
+    if report is not None:
+        raise click.UsageError("--report is of no use without --engine; pass that, too")
     from kvstore.replay.formats import BUNDLED
     from kvstore.replay.own_disk import own_disk
 

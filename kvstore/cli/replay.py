@@ -20,6 +20,7 @@ from kvstore.cli.output import (
     socket_option,
     target,
 )
+from kvstore.cli.replay_engine import SCALE, replay_engine
 from kvstore.core.errors import PermissionDenied, StoreUnavailable
 from kvstore.core.sizes import format_bytes, parse_size
 
@@ -62,6 +63,14 @@ def size_value(context: click.Context, parameter: click.Parameter, text: str | N
     "--disk-path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
     help="Where that tier is made, and removed again; else in the user's cache or /var/tmp.",
 )  # fmt: skip
+@click.option(
+    "--engine", type=click.Choice(["transformers"]),
+    help="Drive a small real model with the trace's prefixes, with the store and without.",
+)  # fmt: skip
+@click.option(
+    "--scale", type=click.IntRange(min=1), metavar="N",
+    help="With --engine: one token for N of the trace's. Else 32.",
+)  # fmt: skip
 @socket_option
 @json_option
 def command(
@@ -73,15 +82,20 @@ def command(
     limit: int,
     disk: int | None,
     disk_path: Path | None,
+    engine: str | None,
+    scale: int | None,
     socket: str | None,
     as_json: bool,
 ) -> None:
     """Replay TRACE against the daemon; without a running one, against one of its own.
 
-    Exit 1 if a restored byte was wrong.
+    Exit 1 if a restored byte was wrong. With --engine, requests go one after the other through a
+    model that needs: make smollm2.
     """
     from kvstore.replay.live import LiveReplay, ReplayOptions
 
+    if scale is not None and engine is None:
+        raise click.UsageError("--scale is of no use without --engine; pass that, too")
     if disk is None and disk_path is not None:
         raise click.UsageError("--disk-path is of no use without --disk; pass a size, too")
     if disk is not None and socket:
@@ -90,6 +104,9 @@ def command(
         daemon = stack.enter_context(
             daemon_for(socket) if disk is None else daemon_with_disk(disk, disk_path)
         )
+        if engine is not None:
+            replay_engine(trace, daemon, limit, scale or SCALE, seed, as_json)
+            return
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-"))
         options = ReplayOptions(
             clients=clients,

@@ -41,10 +41,15 @@ Result = dict[str, Any]
 
 
 def write_report(path: Path, document: Document) -> None:
-    """Writes the page; it appears whole or not at all."""
+    """Writes the page of what `simulate` answered."""
+    write_page(path, page(document))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes a page; it appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(page(document), encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise InvalidRequest(f"the report {path} cannot be written ({error.strerror})") from error
