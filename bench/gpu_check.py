@@ -40,6 +40,7 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("attention_matrix", "attention_matrix", 110, spread=True),
     Section("copy_matrix", "copy_matrix", 60, spread=True),
+    Section("compiling", "compiling", 45, spread=True),
     Section("ceilings", "ceilings", 40),
     Section("decode", "decode", 80),
     Section("copies", "copies", 45),

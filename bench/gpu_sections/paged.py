@@ -83,3 +83,16 @@ def _dtype(layout: BlockLayout) -> torch.dtype:
     found = getattr(torch, layout.dtype)
     assert isinstance(found, torch.dtype)
     return found
+
+
+def sham(layout: BlockLayout, batch: int, length: int, real: int = 1) -> Paged:
+    """Tables as for sequences of `length` tokens that hold `real`, over two blocks of zeros.
+
+    Launches over it take the very variants of the real thing, and next to no time.
+    """
+    store = torch.zeros(2, layout.block_bytes, dtype=torch.uint8, device="cuda")
+    views = [layer_views(store, layout, layer) for layer in range(layout.num_layers)]
+    width = -(-length // layout.block_size)
+    table = torch.zeros(batch, width, dtype=torch.int32, device="cuda")
+    lens = torch.full((batch,), real, dtype=torch.int32, device="cuda")
+    return Paged(layout, views, table, lens)

@@ -41,6 +41,14 @@ class World:
         self.ring = torch.empty(2, STAGING_BYTES, dtype=torch.uint8, device="cuda")
 
 
+def warm(tokens: int) -> None:
+    """Compiles the scatter of blocks of this many tokens."""
+    layout = BlockLayout(LAYERS, HEADS, WIDTH, tokens)
+    pool = pools.make("vllm_nhd", layout, 1)
+    store = torch.zeros(1, layout.block_bytes, dtype=torch.uint8, device="cuda")
+    scatter_blocks(store, pool, pools.some_pages(pool, layout, 1), layout)
+
+
 class Restore:
     """One restore: `count` blocks of `tokens` tokens from host memory into permuted pages."""
 

@@ -41,7 +41,7 @@ def _matrix(result: dict[str, Any]) -> list[str]:
     return lines + [f"  {item}"[:200] for item in failed[:8]]
 
 
-_copy_matrix = _attention_matrix = _matrix
+_copy_matrix = _attention_matrix = _compiling = _matrix
 
 
 def _copies(result: dict[str, Any]) -> list[str]:
