@@ -112,7 +112,9 @@ class Simulation(SimulatedWorld):
 
     def begin(self) -> None:
         self.inner, self.disk = self.new_inner(), self.new_disk()
-        disk = {"demote_watermark": self.watermark, **SECTIONS["tiers"]["disk"]}
+        disk = {**SECTIONS["tiers"]["disk"], "demote_watermark": self.watermark}
+        if self.seed % 3 == 0:
+            disk["admission"] = "measured"
         self.desk = Desk(
             tier=MemoryTier(POOLS), directory=self.directory, late=True,
             seed=self.random.randrange(1 << 30),
