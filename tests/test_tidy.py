@@ -26,6 +26,7 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX = 400, 70, 100
 # A GPU kernel takes a parameter for each stride, and its loop cannot be cut into calls freely.
 KERNEL_LINES_MAX = 110
 
+REPLAY = {"core", "client", "policies", "engines", "replay"}
 BELOW_STORE = {"core", "tiers", "policies", "mover"}
 # part: the parts it may import. The longest name that fits a module is its part.
 IMPORT_MAP: dict[str, set[str]] = {
@@ -58,8 +59,8 @@ IMPORT_MAP: dict[str, set[str]] = {
         "testing",
     },
     "engines": {"core", "client", "engines"},
-    "replay": {"core", "client", "policies", "engines", "replay"},
-    "bench": set("core client policies proto tiers locks engines replay bench".split()),
+    "replay": REPLAY,
+    "bench": {*REPLAY, "proto", "tiers", "locks", "bench"},
 }
 FREE_PARTS = ("daemon", "cli")  # they put everything together
 LAZY_IMPORTS = ("daemon", "cli", "engines")  # heavy imports may wait there
