@@ -21,6 +21,8 @@ raise ValueError.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvstore.kernels import launch, reference
@@ -119,7 +121,7 @@ def cascade_decode(
     what follows it, each request's own. Returns (out [B, H, D], lse [B, H]). Cascade attention
     (Ye et al., FlashInfer, 2024); a window would hide the prefix, so there is none.
     """
-    shared = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale,
+    shared: dict[str, Any] = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale,
               "kv_format": kv_format, "softcap": softcap, "backend": backend}  # fmt: skip
     prefix = paged_extend(
         q, k_pool, v_pool, prefix_table, prefix_lens, cu_group, max_q=max_group, causal=False,

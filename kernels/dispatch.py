@@ -17,7 +17,7 @@ def uses_triton(backend: str | None, device: torch.device) -> bool:
     Raises ValueError for any other name.
     """
     if backend is None:
-        return device.type == "cuda"
+        return bool(device.type == "cuda")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; pass 'triton', 'reference' or None")
     return backend == "triton"

@@ -159,7 +159,7 @@ def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, 
 def merge_plan(head_dim: int, states: int) -> Plan:
     """Settings of `merge_states`."""
     padded = power_of_two(states)
-    constants = {
+    constants: dict[str, int | bool | str] = {
         "STATES": padded, "CHUNK": min(padded, 16), "D": head_dim, "WIDTH": power_of_two(head_dim),
     }  # fmt: skip
     return Plan(merge, constants, 4 if head_dim > 128 else 2, 1)
