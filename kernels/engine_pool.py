@@ -69,7 +69,7 @@ class EnginePool:
             )
 
     def pages_per_block(self, layout: BlockLayout) -> int:
-        return layout.block_size // self.page_tokens
+        return layout.block_size // int(self.page_tokens)
 
     def _offsets(self) -> torch.Tensor:
         """Distance of each tensor from the first, in 16-byte words (int64, on the device)."""

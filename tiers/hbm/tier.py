@@ -174,9 +174,10 @@ class HbmTier:
         for address in self._registered:
             self.device.unregister(address)
         self._registered, self._stable = [], []
-        for closing in (*self._all_lanes, *self._pools):
+        closing: list[Lane | Arena] = [*self._all_lanes, *self._pools]
+        for part in closing:
             try:
-                closing.close()
+                part.close()
             except CudaError:
                 self.problem = f"GPU {self.device.uuid} failed before the tier was closed"
         self._all_lanes, self._pools = [], []
