@@ -103,7 +103,7 @@ def test_core_dependencies_leave_torch_out() -> None:
     for requirement in PROJECT["project"]["dependencies"]:
         assert not requirement.startswith(("torch", "triton", "cupy", "transformers")), requirement
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"bounds", "torch", "triton", "transformers", "cupy", "gpu"}
+    assert set(extras) == {"bounds", "torch", "triton", "transformers", "gpu"}
 
 
 def test_wheel_contains_only_kvstore(wheel: Path) -> None:
