@@ -25,7 +25,7 @@ INDEX_INPUTS = frozenset({
 
 RESIDENCY_INPUTS = frozenset({
     "request", "serve", "extend", "finish", "access", "set_cost", "set_rates", "set_restore",
-    "set_prices", "set_quota", "set_policy", "demote_above", "copy_lost",
+    "set_prices", "set_quota", "set_policy", "enter_runs", "demote_above", "copy_lost",
 })  # fmt: skip
 
 # These answer with a generator that the store asks for one action after the other, and changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.core.space import Space
@@ -25,6 +26,9 @@ from kvstore.policies.hearing import Hearing
 from kvstore.policies.index import PrefixIndex, Run, Span
 from kvstore.policies.uses import newest
 
+# Runs that enter a new policy's order when it has no other to part with.
+ENTERED_AT_NEED = 256
+
 
 class Residency(Hearing):
     """Listens to the index, ranks runs by one policy a tier and pool, and decides what goes.
@@ -44,6 +48,7 @@ class Residency(Hearing):
         self._pool_orders: dict[str, tuple[EvictionPolicy, ...]] = {}
         self._demotions = DemotionQueue(self)
         self._waiting: dict[Run, EvictionPolicy] = {}
+        self._outside: deque[Run] = deque()  # runs that a new policy has not heard of yet
         # An unknown name is refused here, not at the first block; what it learns from starts now.
         self.new_policy(0)
 
@@ -90,18 +95,36 @@ class Residency(Hearing):
                 for policy in self._rankings(tier, run):
                     policy.on_cost(run, seconds)
 
-    def set_policy(self, name: str) -> None:
-        """Ranks by another policy from now on; what is resident stays, with its history."""
+    def set_policy(self, name: str, at_once: bool = True) -> None:
+        """Ranks by another policy from now on; what is resident stays, with its history.
+
+        If not `at_once`, runs enter the new order by `enter_runs`; those that have not are the last
+        to go.
+        """
         create(name, 0, self.context)  # An unknown name changes nothing.
         self._demotions.forget()
         self.policy_name = name
         self._policies = {key: self.new_policy(key[0]) for key in self._policies}
         self._forget_orders()
-        self._record("set_policy", name)
-        for run in self.index.runs():
-            if run.ready:
+        self._record("set_policy", name, at_once)
+        self._waiting.clear()
+        self._outside = deque(self.index.runs())
+        if at_once:
+            self._enter_runs(len(self._outside))
+
+    def enter_runs(self, count: int) -> bool:
+        """Has so many more runs enter the order after `set_policy`; answers if some are left."""
+        self._record("enter_runs", count)
+        return self._enter_runs(count)
+
+    def _enter_runs(self, count: int) -> bool:
+        while self._outside and count > 0:
+            run = self._outside.popleft()
+            if run.alive and run.ready:
                 self._enter(run, 0, run.ready)
                 self.rank_anew(run)
+            count -= 1
+        return bool(self._outside)
 
     # Demotion
 
@@ -192,7 +215,7 @@ class Residency(Hearing):
         goal = used - bytes_needed
         if used <= goal:
             return
-        for run in policy.victims(tenants):
+        for run in self._victims(policy, tenants):
             space = run.root.space
             keep = self._keep(policy, run, tier, used - goal)
             if keep is None:
@@ -221,6 +244,13 @@ class Residency(Hearing):
             policy.on_evicted(run)
             if used <= goal:
                 return
+
+    def _victims(self, policy: EvictionPolicy, tenants: dict[str, None]) -> Iterator[Run]:
+        """Those in the order, then those that have to enter it first."""
+        yield from policy.victims(tenants)
+        while self._outside:
+            self._enter_runs(ENTERED_AT_NEED)
+            yield from policy.victims(tenants)
 
     def _keep(self, policy: EvictionPolicy, run: Run, tier: int, bytes_needed: int) -> int | None:
         """How many blocks of a leaf run stay; None when none may go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvstore.core.completion import Completion
@@ -23,6 +24,9 @@ from kvstore.store.sessions import Session
 from kvstore.store.slices import settle
 from kvstore.store.verify import Verifier
 from kvstore.store.views import space_views, tenant_view, tenant_views
+
+# Runs that a turn of the owner ranks anew after the policy has changed.
+ENTERED_RUNS = 128
 
 
 class OperatorCalls:
@@ -46,7 +50,7 @@ class OperatorCalls:
 
     def set_policy(self, eviction: str) -> None:
         """Changes the eviction policy; what is resident stays."""
-        self.parts.residency.set_policy(eviction)
+        switch_policy(self.parts, eviction)
 
     def set_quota(
         self, tenant: str, tier: str, cap_bytes: int | None, floor_bytes: int | None
@@ -163,3 +167,14 @@ class OperatorCalls:
         if tier not in names:
             raise InvalidRequest(f"tier is {tier!r}; pass one of {', '.join(names)}")
         return names.index(tier)
+
+
+def switch_policy(parts: Parts, name: str) -> None:
+    """Has blocks ranked by another policy, the runs there are a few at a time."""
+    parts.residency.set_policy(name, False)
+    _rank_more(parts)
+
+
+def _rank_more(parts: Parts) -> None:
+    if parts.residency.enter_runs(ENTERED_RUNS):
+        parts.defer(partial(_rank_more, parts))

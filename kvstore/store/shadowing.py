@@ -20,6 +20,7 @@ from kvstore.policies.sampling import SAMPLE_MIN, GhostSpace, fitting_share, is_
 from kvstore.policies.shadow import Job, Served, Setup, Shadows, Variant
 from kvstore.policies.shadow_words import what_if
 from kvstore.policies.uses import Request, Use
+from kvstore.store.operators import switch_policy
 from kvstore.store.parts import Parts
 
 QUEUE_REQUESTS, QUEUE_BYTES = 256, 4 << 20
@@ -197,7 +198,7 @@ class Shadowing:
 
     def _act(self, switch: Switch) -> None:
         recorder, guarded = self._parts.recorder, switch.policy != self.guard.configured
-        self._parts.residency.set_policy(switch.policy)
+        switch_policy(self._parts, switch.policy)
         recorder.policy_switched("guard" if guarded else "recovery")
         recorder.set_policy_guarded(guarded)
 

@@ -258,3 +258,23 @@ def test_tenants_never_share_blocks(pair: tuple[Any, Any, Any]) -> None:
     assert b.lookup(TOKENS) == unknown
     a.reserve([5] * 32)
     assert b.lookup([5] * 32) == unknown
+
+
+def test_a_new_policy_takes_over_in_turns(make_desk: Any) -> None:
+    """Blocks enter another policy's order a few runs at a time, others have their turns between,
+    and whatever has to make room meanwhile finds what may go."""
+    desk = make_desk("8MiB")
+    engine = desk.engine()
+    prompts = [[n, *range(7)] for n in range(900)]
+    for prompt in prompts:
+        engine.put(prompt)
+    turns: list[int] = []
+    enter = desk.kv.parts.residency.enter_runs
+    desk.kv.parts.residency.enter_runs = lambda count: turns.append(count) or enter(count)
+    desk.kv.set_policy("lru")
+    assert turns == [128]
+    engine.put([5000, *range(4000)])  # nearly all of the pool: most of what is there has to go
+    assert desk.kv.parts.index.block_count <= 2048
+    desk.settle()
+    assert len(turns) > 5
+    assert engine.matched([5000, *range(4000)]) > 900
