@@ -18,36 +18,32 @@ VALUES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
 def block_variants(target: str) -> Iterator[Variant]:
-    """Copies of the usual shape, each format and direction; awkward shapes for one chip."""
+    """A few for every chip; for the one that is tuned, each format and direction, odd shapes."""
+    usual = {f: BlockLayout(32, 8, 128, 16, kv_format=f) for f in FORMATS}
+    yield _one("", usual["raw"], 1, to_store=False)
+    yield _one("", usual["int8_th"], 1, to_store=True)
     # An AMD warp of 64 threads leaves 8 bytes to each in int4's small tiles.
-    narrow = target.startswith("gfx")
-    for kv_format in FORMATS:
-        if kv_format == "fp8_bh" and target == "sm_80":
-            continue  # that chip has no e4m3
-        for tokens in (16,) if target != "sm_90" else (16, 64):
-            yield from _both(
-                f"P{tokens}", BlockLayout(32, 8, 128, tokens, kv_format=kv_format), 1, narrow
-            )
+    restored = _one("", usual["int4_kivi"], 1, to_store=False)
+    yield replace(restored, wide=not target.startswith("gfx"))
     if target != "sm_90":
         return
-    yield from _both("pages of a token", BlockLayout(32, 8, 128, 64), 64)
-    yield from _both("D80", BlockLayout(32, 8, 80, 16), 1)
-    yield from _both("latents", BlockLayout(32, 1, 576, 64, kv_factor=1), 1)
-    yield from _both("D256 P128 HND", BlockLayout(32, 8, 256, 128, "float16", "HND", "fp8_bh"), 1)
-    yield from _both("D64", BlockLayout(32, 2, 64, 32, kv_format="int4_kivi"), 1)
+    yield _one("", usual["int8_th"], 1, to_store=False)
+    yield _one("", usual["fp8_bh"], 1, to_store=False)
+    large = BlockLayout(32, 8, 256, 128, "float16", "HND", "fp8_bh")
+    yield _one(" P128 D256", large, 1, to_store=True)
+    int4 = BlockLayout(32, 8, 128, 64, kv_format="int4_kivi")
+    yield _one(" P64", int4, 1, to_store=True)
+    yield _one(" P64 V", int4, 1, to_store=True, values=True)
+    yield _one(" pages of a token, D80", BlockLayout(32, 8, 80, 64), 64, to_store=True)
+    yield _one(" latents", BlockLayout(32, 1, 576, 64, kv_factor=1), 1, to_store=False)
 
 
-def _both(what: str, layout: BlockLayout, pages: int, narrow: bool = False) -> Iterator[Variant]:
-    for to_store in (True, False):
-        for values in (False, True) if layout.kv_format == "int4_kivi" else (False,):
-            made = _one(what, layout, pages, to_store, values)
-            yield replace(made, wide=not (narrow and layout.kv_format == "int4_kivi"))
-
-
-def _one(what: str, layout: BlockLayout, pages: int, to_store: bool, values: bool) -> Variant:
+def _one(
+    what: str, layout: BlockLayout, pages: int, to_store: bool, values: bool = False
+) -> Variant:
     chosen = variant(layout, pages, to_store)
     raw = layout.kv_format == "raw"
-    name = f"{'gather' if to_store else 'scatter'} {layout.kv_format} {what}{' V' * values}"
+    name = f"{'gather' if to_store else 'scatter'} {layout.kv_format}{what}"
     return Variant(
         name,
         chosen.kernel,

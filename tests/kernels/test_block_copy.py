@@ -73,7 +73,7 @@ def layout_for(kind: str, kv_format: str = "raw", width: int = 64, **more: objec
     fields = {"block_size": 16, **more}
     if kind == "latents":
         fields |= {"kv_factor": 1, "num_kv_heads": 1}
-    return BlockLayout(**({"num_layers": 2, "num_kv_heads": 3, "head_dim": width,
+    return BlockLayout(**({"num_layers": 2, "num_kv_heads": 2, "head_dim": width,
                            "kv_format": kv_format} | fields))  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_kernels_equal_the_reference_for_every_layout(
     check_against_reference(kind, layout, 8 if kind == "sglang" else 16, None)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     kind=st.sampled_from(KINDS), order=st.sampled_from(["NHD", "HND"]),
     dtype=st.sampled_from(["bfloat16", "float32"]), seed=st.integers(0, 1 << 30),
