@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore.core.space import Space
 from kvstore.policies import (  # noqa: F401  (they register themselves)
@@ -18,11 +18,10 @@ from kvstore.policies import (  # noqa: F401  (they register themselves)
     sieve,
 )
 from kvstore.policies.accounts import pool_in
-from kvstore.policies.actions import Action, Admit, Demote, Drop
-from kvstore.policies.admission import Admission
+from kvstore.policies.actions import Admit, Drop
 from kvstore.policies.base import EvictionPolicy, create
+from kvstore.policies.demoting import Demoting
 from kvstore.policies.demotion import DemotionQueue
-from kvstore.policies.hearing import Hearing
 from kvstore.policies.index import PrefixIndex, Run, Span
 from kvstore.policies.uses import newest
 
@@ -30,7 +29,7 @@ from kvstore.policies.uses import newest
 ENTERED_AT_NEED = 256
 
 
-class Residency(Hearing):
+class Residency(Demoting):
     """Listens to the index, ranks runs by one policy a tier and pool, and decides what goes.
 
     `index` is set by `attach`. `on_action` hears every action when it is decided, for logs and
@@ -40,7 +39,6 @@ class Residency(Hearing):
     def __init__(self, policy: str = "lru"):
         super().__init__()
         self.policy_name = policy
-        self.on_action: Callable[[Action], None] | None = None
         self.tick = 0
         self.context.tick = lambda: self.tick
         self._policies: dict[tuple[int, str], EvictionPolicy] = {}
@@ -125,51 +123,6 @@ class Residency(Hearing):
                 self.rank_anew(run)
             count -= 1
         return bool(self._outside)
-
-    # Demotion
-
-    def demote_above(self, pool: str, watermark_bytes: int) -> None:
-        """From so many bytes used on, host `pool` has its coldest blocks written to disk."""
-        self._demotions.watermarks[pool] = watermark_bytes
-        self._forget_orders()
-        self._record("demote_above", pool, watermark_bytes)
-
-    def set_prices(self, gpu_second: float, written_byte: float, disk_bytes: int) -> None:
-        """Writes only what is worth it from now on, at these prices and with a disk of this size.
-
-        Until then, everything that is due is written.
-        """
-        self._record("set_prices", gpu_second, written_byte, disk_bytes)
-        if self._demotions.admission is None:
-            self._demotions.admission = Admission(self.context)
-        self._demotions.admission.set_prices(gpu_second, written_byte, disk_bytes)
-
-    @property
-    def passed_blocks(self) -> int:
-        """Blocks that were due for the disk and not worth it, so far."""
-        return self._demotions.passed_blocks
-
-    def demotions(
-        self, pool: str, byte_count: int, busy: float = 0.0, spare: float = 0.0
-    ) -> Iterator[Demote]:
-        """Yields what of host `pool` to write to disk now, parents first, about `byte_count`.
-
-        Mark each (`PrefixIndex.begin_move`) or stop before asking for the next. What is worth least
-        is passed over: of what is worth a write the share that finds the link `busy` (0 to 1), and
-        more than `spare` bytes a second in the long run; 0 is no limit.
-        """
-        self._record("demotions", pool, byte_count, busy, spare)
-        for demote in self._demotions.take(pool, byte_count, busy, spare):
-            if self.on_action is not None:
-                self.on_action(demote)
-            yield demote
-
-    def copy_lost(self, run: Run) -> None:
-        """Blocks of `run` did not get to disk, or were no good there: they are due again.
-
-        Not so what the disk had no room for any more: with a small disk, that would never end.
-        """
-        self._demotions.offer(run)
 
     # Room
 
