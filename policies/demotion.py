@@ -20,6 +20,7 @@ from kvstore.policies.actions import Demote
 from kvstore.policies.admission import Admission
 from kvstore.policies.base import EvictionPolicy
 from kvstore.policies.index import PrefixIndex, Run, Span
+from kvstore.policies.index.cells import stretches
 
 if TYPE_CHECKING:
     from kvstore.policies.residency import Residency
@@ -239,9 +240,11 @@ def unwritten(index: PrefixIndex, run: Run) -> list[Span]:
     if ready <= 0 or run.resident_in(DISK) == ready * shards:
         return []
     grid = index.places_grid(run, 0, ready)
-    wanted = (grid[:, HOST] >= 0).all(axis=1) & (grid[:, DISK] == NO_PLACE).all(axis=1)
-    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
-    return [Span(run, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    if shards == 1:
+        wanted = (grid[:, HOST, 0] >= 0) & (grid[:, DISK, 0] == NO_PLACE)
+    else:
+        wanted = (grid[:, HOST] >= 0).all(axis=1) & (grid[:, DISK] == NO_PLACE).all(axis=1)
+    return [Span(run, start, stop) for start, stop in stretches(wanted)]
 
 
 def unwritten_above(index: PrefixIndex, run: Run) -> list[Span]:

@@ -9,6 +9,7 @@ import numpy as np
 from kvstore.core.space import Space
 from kvstore.policies.admission import spare_rate
 from kvstore.policies.index import Span
+from kvstore.policies.index.cells import stretches
 from kvstore.policies.residency import Residency
 
 HOST, DISK = 0, 1
@@ -80,8 +81,7 @@ class DiskTier:
             if run.resident_in(HOST) == run.ready:
                 continue
             missing = index.places_grid(run, start, stop)[:, HOST, 0] < 0
-            edges = np.flatnonzero(np.diff(missing, prepend=False, append=False)).tolist()
-            for first, past in zip(edges[::2], edges[1::2], strict=True):
+            for first, past in stretches(missing):
                 index.set_places(run, start + first, HOST, places.column(past - first))
                 promoted += past - first
         return promoted

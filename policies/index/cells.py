@@ -31,3 +31,15 @@ def count_resident(cells: bytes, tier_count: int, shards: int) -> int:
     grid = np.frombuffer(cells, np.int64).reshape(-1, tier_count, shards)
     counts = (grid >= 0).sum(axis=(0, 2)).tolist()
     return sum(count << COUNTER_BITS * tier for tier, count in enumerate(counts))
+
+
+def stretches(wanted: np.ndarray) -> list[tuple[int, int]]:
+    """[start, stop) of each stretch of True in a mask."""
+    if wanted.all():
+        return [(0, len(wanted))] if len(wanted) else []
+    edges = (np.flatnonzero(wanted[1:] != wanted[:-1]) + 1).tolist()
+    if wanted[0]:
+        edges.insert(0, 0)
+    if len(edges) % 2:
+        edges.append(len(wanted))
+    return list(zip(edges[::2], edges[1::2], strict=True))

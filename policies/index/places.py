@@ -118,7 +118,10 @@ class PlacedTree(Tree):
 
     def _elsewhere(self, run: Run, start: int, stop: int, tier: int) -> np.ndarray:
         """Which of the blocks have a whole copy in another tier than `tier`."""
-        whole = np.all(self.places_grid(run, start, stop) >= 0, axis=2)
+        grid = self.places_grid(run, start, stop)
+        if self.tier_count == 2 and grid.shape[2] == 1:
+            return np.asarray(grid[:, 1 - tier, 0] >= 0)
+        whole = np.all(grid >= 0, axis=2)
         whole[:, tier] = False
         return np.asarray(np.any(whole, axis=1))
 
