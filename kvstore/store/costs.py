@@ -6,6 +6,7 @@ up again under the same identity; measurements of anything else begin anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -155,6 +156,11 @@ class CostBook:
         """How many transfers over a link waited for others of late, on average."""
         use = self._uses.get(identity)
         return use.waiting(now) if use is not None else 0.0
+
+    def quiet_seconds(self, identity: LinkIdentity, now: float) -> float:
+        """How long ago a transfer of the daemon's own over a link began or ended."""
+        use = self._uses.get(identity)
+        return now - use.changed if use is not None else math.inf
 
     def used(self, identity: LinkIdentity, now: float, seconds: float) -> None:
         """A link that others watch was busy for so long until now."""

@@ -43,6 +43,7 @@ from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
 from kvstore.store.operators import OperatorCalls
 from kvstore.store.parts import Parts
+from kvstore.store.probe import DiskProbe
 from kvstore.store.promote import Promoter
 from kvstore.store.publish import Publisher
 from kvstore.store.rates import RateKeeper
@@ -80,6 +81,7 @@ class KVStore(OperatorCalls):
         self.promoter = Promoter(parts, self.remover, room, self.behind.poke)
         self._lookups = LookupFlow(parts, self.verifier, self.promoter)
         self._restores = RestoreFlow(parts, self._lookups, self.remover, self.promoter)
+        self._probe = DiskProbe(parts, self.remover, self.promoter)
         self._reserves = ReserveFlow(parts, self.reservations, self.remover, room)
         self._commits = CommitFlow(
             parts,
@@ -362,6 +364,7 @@ class KVStore(OperatorCalls):
         self._recording.tick(now)
         self.promoter.tick()
         self._restores.tick(now)
+        self._probe.tick(now)
         self.behind.tick(now)
         self.costs.tick(now)
         self._rates.tick(now)

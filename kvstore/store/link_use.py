@@ -19,7 +19,7 @@ class LinkUse:
     """
 
     def __init__(self, now: float) -> None:
-        self._at = now
+        self._at = self.changed = now
         self._under_way = 0
         self._waiting = self._busy = 0.0
 
@@ -27,6 +27,7 @@ class LinkUse:
         """So many more transfers are under way from now on, or fewer."""
         self._advance(now)
         self._under_way += count
+        self.changed = now
 
     def was_busy(self, now: float, seconds: float) -> None:
         """A copy that took so long is over now."""

@@ -25,6 +25,7 @@ from planned import (
 )  # fmt: skip
 
 from kvstore.core.plan import RECOMPUTE, FailedBlocks, LookupResult
+from kvstore.store.probe import PROBE_SECONDS, RECENT_SECONDS
 from kvstore.testing import MemoryTier
 from kvstore.tiers.throttle import ThrottledTier
 
@@ -288,3 +289,33 @@ def test_the_daemon_measures_its_disk(
     read = desk.kv.parts.costs.link(desk.kv.parts.costs.read_link)
     assert read.sample_count <= 12
     assert 0.2 < read.seconds(40 * BLOCK) / (40 * BLOCK / speed) < 2.0
+
+
+def test_a_disk_that_got_fast_is_found_out(make_desk: Callable[..., Desk]) -> None:
+    """A disk believed to be slow is read a little now and then, for nobody, so that plans load
+    from it again once it is fast; while nobody asks it is left alone.
+    """
+    clock = DeskClock()
+    disk = ThrottledTier(MemoryTier(4096 * BLOCK, "disk"), FAST, clock=clock, sleep=clock.pass_by)
+    section = {"demote_watermark": 0.5, "endurance_dwpd": 0.0, "read_timeout_seconds": 60.0}
+    clock.desk = desk = make_desk(
+        tier=MemoryTier(64 * BLOCK), disk=disk, late=True, sections={"tiers": {"disk": section}}
+    )
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    read = desk.kv.parts.costs.link(desk.kv.parts.costs.read_link)
+    count, asked = read.sample_count, 0
+    assert ask(engine).plan.kind == "recompute_all"
+    while ask(engine).plan.kind == "recompute_all":
+        assert asked < 40
+        asked += 1
+        desk.advance(PROBE_SECONDS)
+        desk.settle()
+    assert 5 <= read.sample_count - count <= 40
+    assert desk.usage().block_count == 0
+    count = read.sample_count
+    for _ in range(30):
+        desk.advance(RECENT_SECONDS)
+        desk.settle()
+    assert read.sample_count <= count + RECENT_SECONDS / PROBE_SECONDS

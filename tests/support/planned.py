@@ -60,6 +60,7 @@ def to_disk(desk: Desk, engine: Engine, tokens: list[int] = TOKENS, keep: int = 
         first = max(0, keep - run.first)
         if first < stop:
             places = index.clear_places(run, first, stop, 0)
+            parts.residency.copy_lost(run)
             parts.retired[0].retire(places)
     desk.settle()
 
