@@ -6,6 +6,7 @@ nothing read of late? -> a plan that left the disk alone? -> a piece of its matc
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 from kvstore.mover import READ_LINK, Job, Moved
 from kvstore.policies.index import Span
@@ -63,7 +64,7 @@ class DiskProbe:
         walk = index.walk(root, entry.chain)
         walk.step(SLICE_BLOCKS)
         for run, start, stop in walk.path:
-            there = (index.places_grid(run, start, stop)[:, DISK] >= 0).all(axis=1)
+            there: Any = (index.places_grid(run, start, stop)[:, DISK] >= 0).all(axis=1)
             if there.any():
                 first = int(there.argmax())
                 left = there[first : first + self._promoter.piece_blocks(space)]
