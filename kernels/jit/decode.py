@@ -3,14 +3,16 @@
 Split-KV with a running softmax (Flash-Decoding, Dao et al., 2023); all query heads of a KV head are
 rows of one tile, so that each byte of KV is read once (as in FlashAttention-2's GQA packing).
 Block ids and scales are loaded one tile ahead by hand: K and V then are the only loads that the
-compiler pipelines, and it gives them all its stages.
+compiler pipelines, and it gives them all its stages. 8-bit keys become float16, which takes fewer
+instructions; values, whose weights may be far smaller, stay in q's dtype.
 """
 
 import triton
 import triton.language as tl
 
+from kvstore.kernels.jit.places import block_ids, row_pointers, scales
 from kvstore.kernels.jit.softmax import finish, scores, step
-from kvstore.kernels.jit.unpack import part
+from kvstore.kernels.jit.unpack import factor, part
 
 
 @triton.jit
@@ -28,15 +30,6 @@ def split_range(
 
 
 @triton.jit
-def _scales(ptr, block, t, ok, s_n, s_t, PAGE: tl.constexpr, FORMAT: tl.constexpr):
-    """8-bit formats: one scale a token of the tile (a block's scale is that of all its tokens)."""
-    offsets = block.to(tl.int64) * s_n
-    if FORMAT == "int8_th":
-        offsets += (t % PAGE) * s_t
-    return tl.load(ptr + offsets, mask=ok, other=0.0)
-
-
-@triton.jit
 def decode(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, table_ptr, lens_ptr, sinks_ptr, o_ptr, lse_ptr,
     scale, cap, window,
@@ -50,6 +43,7 @@ def decode(
     head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PARTS: tl.constexpr = 1 if FORMAT == "raw" else 2
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    KEYS: tl.constexpr = tl.float16 if PARTS == 2 and tl.bfloat16 == DTYPE else DTYPE
     n = tl.load(lens_ptr + b)
     start, end, first = split_range(n, split, window, SPLITS, BLOCK_N, WINDOW)
     r, w, i = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, BLOCK_N)
@@ -58,58 +52,55 @@ def decode(
     channels = w < D // PARTS
     inside = rows[:, None] & channels[None, :]
     q_at = q_ptr + b.to(tl.int64) * sq_b + heads[:, None] * sq_h + w[None, :] * PARTS
-    q0 = tl.load(q_at, mask=inside, other=0.0)
-    k_at = k_ptr + head.to(tl.int64) * sk_h + w[None, :]
-    v_at = v_ptr + head.to(tl.int64) * sv_h + w[None, :]
+    q0 = tl.load(q_at, mask=inside, other=0.0).to(KEYS)
+    k_at, v_at = k_ptr + head.to(tl.int64) * sk_h, v_ptr + head.to(tl.int64) * sv_h
     table = table_ptr + b.to(tl.int64) * st_b
     m = tl.full([ROWS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
-    t = start + i
-    block = tl.load(table + t // PAGE, mask=t < end, other=0)
+    ids = block_ids(table, start, end, i, PAGE, BLOCK_N)
     if PARTS == 2:
-        q1 = tl.load(q_at + 1, mask=inside, other=0.0)
-        acc1 = tl.zeros([ROWS, WIDTH], tl.float32)
+        q1 = tl.load(q_at + 1, mask=inside, other=0.0).to(KEYS)
+        acc1 = acc0
         ks_at, vs_at = ks_ptr + head * sks_h, vs_ptr + head * svs_h
-        ks = _scales(ks_at, block, t, t < end, sks_n, sks_t, PAGE, FORMAT)
-        vs = _scales(vs_at, block, t, t < end, svs_n, svs_t, PAGE, FORMAT)
+        ks = scales(ks_at, ids, start, end, i, sks_n, sks_t, PAGE, BLOCK_N, FORMAT)
+        vs = scales(vs_at, ids, start, end, i, svs_n, svs_t, PAGE, BLOCK_N, FORMAT)
     for t0 in range(start, end, BLOCK_N):
         t = t0 + i
         ok = t < end
-        at = block.to(tl.int64)
-        later = tl.load(table + (t + BLOCK_N) // PAGE, mask=t + BLOCK_N < end, other=0)
-        k = tl.load(k_at + (at * sk_n + (t % PAGE) * sk_t)[:, None],
-                    mask=ok[:, None] & channels[None, :], other=0.0)  # fmt: skip
+        later = block_ids(table, t0 + BLOCK_N, end, i, PAGE, BLOCK_N)
+        # Keys behind the end are whatever lies there: their scores are not looked at.
+        k = tl.load(row_pointers(k_at, w, ids, t0, i, sk_n, sk_t, PAGE, BLOCK_N),
+                    mask=channels[None, :], other=0)  # fmt: skip
         if PARTS == 1:
             s = tl.dot(q0, tl.trans(k), input_precision="ieee")
         else:
             k = tl.trans(k)
-            s = tl.dot(q0, part(k, 0, FORMAT, DTYPE, ASM), input_precision="ieee")
-            s = tl.dot(q1, part(k, 1, FORMAT, DTYPE, ASM), s, input_precision="ieee")
-            s = s * ks.to(tl.float32)[None, :]
-        s, factor = scores(s, scale, cap, SOFTCAP)
+            s = tl.dot(q0, part(k, 0, FORMAT, KEYS, ASM), input_precision="ieee")
+            s = tl.dot(q1, part(k, 1, FORMAT, KEYS, ASM), s, input_precision="ieee")
+            s = s * (ks.to(tl.float32) * factor(FORMAT, KEYS))[None, :]
+        s, by = scores(s, scale, cap, SOFTCAP)
         if WINDOW:
             s = tl.where((ok & (t >= first))[None, :], s, float("-inf"))
         else:
             s = tl.where(ok[None, :], s, float("-inf"))
-        p, shrink, m = step(s, factor, m)
+        p, shrink, m = step(s, by, m)
         sums = sums * shrink[:, None] + p
-        v = tl.load(v_at + (at * sv_n + (t % PAGE) * sv_t)[:, None],
-                    mask=ok[:, None] & channels[None, :], other=0.0)  # fmt: skip
+        v = tl.load(row_pointers(v_at, w, ids, t0, i, sv_n, sv_t, PAGE, BLOCK_N),
+                    mask=ok[:, None] & channels[None, :], other=0)  # fmt: skip
+        acc0 = acc0 * shrink[:, None]
         if PARTS == 1:
-            acc0 = tl.dot(p.to(DTYPE), v, acc0 * shrink[:, None], input_precision="ieee")
+            acc0 = tl.dot(p.to(DTYPE), v, acc0, input_precision="ieee")
         else:
-            p = (p * vs.to(tl.float32)[None, :]).to(DTYPE)
-            acc0 = tl.dot(p, part(v, 0, FORMAT, DTYPE, ASM), acc0 * shrink[:, None],
-                          input_precision="ieee")  # fmt: skip
+            p = (p * (vs.to(tl.float32) * factor(FORMAT, DTYPE))[None, :]).to(DTYPE)
+            acc0 = tl.dot(p, part(v, 0, FORMAT, DTYPE, ASM), acc0, input_precision="ieee")
             acc1 = tl.dot(p, part(v, 1, FORMAT, DTYPE, ASM), acc1 * shrink[:, None],
                           input_precision="ieee")  # fmt: skip
-            ks = _scales(ks_at, later, t + BLOCK_N, t + BLOCK_N < end, sks_n, sks_t, PAGE, FORMAT)
-            vs = _scales(vs_at, later, t + BLOCK_N, t + BLOCK_N < end, svs_n, svs_t, PAGE, FORMAT)
-        block = later
-    total = tl.sum(sums, 1)
+            ks = scales(ks_at, later, t0 + BLOCK_N, end, i, sks_n, sks_t, PAGE, BLOCK_N, FORMAT)
+            vs = scales(vs_at, later, t0 + BLOCK_N, end, i, svs_n, svs_t, PAGE, BLOCK_N, FORMAT)
+        ids = later
+    inv, lse = finish(tl.sum(sums, 1), m, sinks_ptr + heads, rows, split, SINKS)
     o_at = o_ptr + b.to(tl.int64) * so_b + split * so_s + heads[:, None] * so_h + w[None, :] * PARTS
-    inv, lse = finish(total, m, sinks_ptr + heads, rows, split, SINKS)
     tl.store(o_at, (acc0 * inv[:, None]).to(o_ptr.dtype.element_ty), mask=inside)
     if PARTS == 2:
         tl.store(o_at + 1, (acc1 * inv[:, None]).to(o_ptr.dtype.element_ty), mask=inside)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvstore.kernels.jit.decode import split_range
+from kvstore.kernels.jit.places import block_ids, row_pointers, token_pointers
 from kvstore.kernels.jit.softmax import finish, scores, step
 from kvstore.kernels.jit.unpack import part
 
@@ -55,51 +56,47 @@ def decode_int4(
     q1 = tl.load(q_at + Q, mask=inside, other=0.0).to(tl.float32)
     q2 = tl.load(q_at + 2 * Q, mask=inside, other=0.0).to(tl.float32)
     q3 = tl.load(q_at + 3 * Q, mask=inside, other=0.0).to(tl.float32)
-    k_at = k_ptr + head.to(tl.int64) * sk_h + w[None, :]
-    v_at = v_ptr + head.to(tl.int64) * sv_h + w[None, :]
-    ks_at = ks_ptr + head * sks_h + w[None, :]
-    vs_at = vs_ptr + head * svs_h
+    k_at, v_at = k_ptr + head.to(tl.int64) * sk_h, v_ptr + head.to(tl.int64) * sv_h
+    ks_at, vs_at = ks_ptr + head * sks_h, vs_ptr + head * svs_h
     c = tl.arange(0, 16)
-    vz_at = vs_at + (c // QUARTERS)[None, :] * svs_g
     table = table_ptr + b.to(tl.int64) * st_b
     m = tl.full([ROWS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     zeros = tl.zeros([ROWS, 16], tl.float32)
-    block = tl.load(table + (start + i) // PAGE, mask=start + i < end, other=0)
-    first_t = start + group * TOKENS
-    row_block = tl.load(table + first_t // PAGE, mask=first_t < end, other=0)
+    ids = block_ids(table, start, end, i, PAGE, BLOCK_N)
+    row_ids = block_ids(table, start, end, group * TOKENS, PAGE, BLOCK_N)
     for t0 in range(start, end, BLOCK_N):
         t = t0 + i
         ok = t < end
-        at = block.to(tl.int64)
-        first_t = t0 + group * TOKENS
-        some = (first_t < end)[:, None] & channels[None, :]
-        s_at = (
-            ks_at + (row_block.to(tl.int64) * sks_n + (first_t % PAGE) // TOKENS * sks_g)[:, None]
-        )
+        later = block_ids(table, t0 + BLOCK_N, end, i, PAGE, BLOCK_N)
+        later_rows = block_ids(table, t0 + BLOCK_N, end, group * TOKENS, PAGE, BLOCK_N)
+        some = (t0 + group * TOKENS < end)[:, None] & channels[None, :]
+        s_at = row_pointers(ks_at, w, row_ids, t0 // TOKENS, group, sks_n, sks_g, PAGE // TOKENS,
+                            BLOCK_N // TOKENS)  # fmt: skip
         p0, z0 = _query(q0, s_at, sks_z, some, KEYS)
         p1, z1 = _query(q1, s_at + Q, sks_z, some, KEYS)
         p2, z2 = _query(q2, s_at + 2 * Q, sks_z, some, KEYS)
         p3, z3 = _query(q3, s_at + 3 * Q, sks_z, some, KEYS)
-        k = tl.load(k_at + (at * sk_n + (t % PAGE) * sk_t)[:, None],
-                    mask=ok[:, None] & channels[None, :], other=0)  # fmt: skip
+        # Keys behind the end are whatever lies there: their scores are not looked at.
+        k = tl.load(row_pointers(k_at, w, ids, t0, i, sk_n, sk_t, PAGE, BLOCK_N),
+                    mask=channels[None, :], other=0)  # fmt: skip
         k = tl.trans(k)
         s = tl.dot(p0, part(k, 0, "int4_kivi", KEYS, ASM), input_precision="ieee")
         s = tl.dot(p1, part(k, 1, "int4_kivi", KEYS, ASM), s, input_precision="ieee")
         s = tl.dot(p2, part(k, 2, "int4_kivi", KEYS, ASM), s, input_precision="ieee")
         s = tl.dot(p3, part(k, 3, "int4_kivi", KEYS, ASM), s, input_precision="ieee")
-        s, factor = scores(s + (z0 + z1 + z2 + z3)[:, None], scale, cap, SOFTCAP)
+        s, by = scores(s + (z0 + z1 + z2 + z3)[:, None], scale, cap, SOFTCAP)
         own = ok[None, :] & (group[:, None] == (i // TOKENS)[None, :])
         if WINDOW:
             own = own & (t >= first)[None, :]
-        p, shrink, m = step(tl.where(own, s, float("-inf")), factor, m)
+        p, shrink, m = step(tl.where(own, s, float("-inf")), by, m)
         sums = sums * shrink[:, None] + p
-        v = tl.load(v_at + (at * sv_n + (t % PAGE) * sv_t)[:, None],
+        v = tl.load(row_pointers(v_at, w, ids, t0, i, sv_n, sv_t, PAGE, BLOCK_N),
                     mask=ok[:, None] & channels[None, :], other=0)  # fmt: skip
-        vs_t = vs_at + at * svs_n + t % PAGE
-        vz_t = vz_at + (at * svs_n + t % PAGE)[:, None]
+        vs_t = token_pointers(vs_at, ids, t0, i, svs_n, 1, PAGE, BLOCK_N)
+        vz_t = vs_t[:, None] + (c // QUARTERS)[None, :] * svs_g
         four = ok[:, None] & (c < 4)[None, :]
         vz = tl.load(vz_t + svs_z, mask=four, other=0.0).to(tl.float32)
         vz += 8.0 * tl.load(vz_t, mask=four, other=0.0).to(tl.float32)
@@ -116,9 +113,7 @@ def decode_int4(
                       input_precision="ieee")  # fmt: skip
         acc3 = tl.dot(s3.to(DTYPE), part(v, 3, "int4_kivi", DTYPE, ASM), acc3 * shrink[:, None],
                       input_precision="ieee")  # fmt: skip
-        block = tl.load(table + (t + BLOCK_N) // PAGE, mask=t + BLOCK_N < end, other=0)
-        row_block = tl.load(table + (first_t + BLOCK_N) // PAGE, mask=first_t + BLOCK_N < end,
-                            other=0)  # fmt: skip
+        ids, row_ids = later, later_rows
     inv, lse = finish(tl.sum(sums, 1), m, sinks_ptr + heads, rows, split + group, SINKS)
     state = split * (ROWS // HEADS) + group
     o_at = o_ptr + b.to(tl.int64) * so_b + (state * so_s + heads * so_h)[:, None] + w[None, :]

@@ -2,42 +2,37 @@
 
 FlashAttention-2's tiling (Dao, 2023) with all query heads of a KV head as rows: row r of a sequence
 is head r % GROUP of new token r // GROUP, so a tile of K and V serves the whole group, and a tile
-of rows spans few tokens. Tiles that every row sees whole run without masks.
+of rows spans few tokens. Tiles that every row sees whole run without masks. Keys of codes become
+float16, as in decode.
 """
 
 import triton
 import triton.language as tl
 
+from kvstore.kernels.jit.places import block_ids, row_pointers, scales, token_pointers
 from kvstore.kernels.jit.softmax import finish, scores, step
-from kvstore.kernels.jit.unpack import part
-
-
-@triton.jit
-def _load(at, block, t, ok, channels, s_n, s_t, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of K or V of a tile's tokens; zeros where no token is."""
-    rows = at + (block.to(tl.int64) * s_n + (t % PAGE) * s_t)[:, None]
-    if MASKED:
-        return tl.load(rows, mask=ok[:, None] & channels[None, :], other=0)
-    return tl.load(rows, mask=channels[None, :], other=0)
+from kvstore.kernels.jit.unpack import factor, part
 
 
 @triton.jit
 def _int4(
-    words, at, block, t, ok, channels, s_n, s_g, s_z,
+    words, ptr, ids, t0, end, i, channels, s_n, s_g, s_z,
     PART: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Part `PART` of a tile's rows of 4-bit codes, dequantised; K's scales are per channel."""
     codes = part(words, PART, "int4_kivi", DTYPE, ASM).to(tl.float32)
-    where = block.to(tl.int64) * s_n
+    ok = t0 + i < end
     if VALUES:
         SPAN: tl.constexpr = 1 if D >= 128 else 2
-        at += where + PART // SPAN * s_g + t % PAGE
+        at = token_pointers(ptr + PART // SPAN * s_g, ids, t0, i, s_n, 1, PAGE, BLOCK_N)
         step = tl.load(at, mask=ok, other=0.0).to(tl.float32)[:, None]
         zero = tl.load(at + s_z, mask=ok, other=0.0).to(tl.float32)[:, None]
     else:
-        w = tl.arange(0, words.shape[1])
-        at += (where + (t % PAGE) // TOKENS * s_g)[:, None] + (PART * (D // 4) + w)[None, :]
+        w = PART * (D // 4) + tl.arange(0, words.shape[1])
+        group = (t0 % PAGE + i % PAGE) // TOKENS if PAGE >= BLOCK_N else (i % PAGE) // TOKENS
+        at = token_pointers(ptr, ids, 0, 0 * i, s_n, 0, PAGE, BLOCK_N) + group * s_g
+        at = at[:, None] + w[None, :]
         some = ok[:, None] & channels[None, :]
         step = tl.load(at, mask=some, other=0.0).to(tl.float32)
         zero = tl.load(at + s_z, mask=some, other=0.0).to(tl.float32)
@@ -45,18 +40,9 @@ def _int4(
 
 
 @triton.jit
-def _scale(at, block, t, ok, s_n, s_t, PAGE: tl.constexpr, FORMAT: tl.constexpr):
-    """One scale a token, of 8-bit formats."""
-    where = block.to(tl.int64) * s_n
-    if FORMAT == "int8_th":
-        where += (t % PAGE) * s_t
-    return tl.load(at + where, mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _attend(
     q0, q1, q2, q3, m, total, acc0, acc1, acc2, acc3, begin, end, last, low, high,
-    k_at, v_at, ks_at, vs_at, table, scale, cap, channels,
+    k_at, v_at, ks_at, vs_at, table, scale, cap, w, channels,
     sk_n, sk_t, sv_n, sv_t, sks_n, sks_a, sks_z, svs_n, svs_a, svs_z,
     D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     FORMAT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr,
@@ -64,61 +50,67 @@ def _attend(
 ):  # fmt: skip
     """Tiles [begin, end) of tokens; row r counts tokens [low[r], high[r]), `last` is the end."""
     i = tl.arange(0, BLOCK_N)
-    block = tl.load(table + (begin + i) // PAGE, mask=begin + i < last, other=0)
+    ids = block_ids(table, begin, last, i, PAGE, BLOCK_N)
     for t0 in range(begin, end, BLOCK_N):
         t = t0 + i
-        ok = t < last
-        later = tl.load(table + (t + BLOCK_N) // PAGE, mask=t + BLOCK_N < last, other=0)
-        k = _load(k_at, block, t, ok, channels, sk_n, sk_t, PAGE, MASKED)
+        later = block_ids(table, t0 + BLOCK_N, last, i, PAGE, BLOCK_N)
+        # Keys behind the end are whatever lies there: their scores are not looked at.
+        k = tl.load(row_pointers(k_at, w, ids, t0, i, sk_n, sk_t, PAGE, BLOCK_N),
+                    mask=channels[None, :], other=0)  # fmt: skip
         if PARTS == 1:
             s = tl.dot(q0, tl.trans(k), input_precision="ieee")
         elif PARTS == 2:
-            s = tl.dot(q0, tl.trans(part(k, 0, FORMAT, DTYPE, ASM)), input_precision="ieee")
-            s = tl.dot(q1, tl.trans(part(k, 1, FORMAT, DTYPE, ASM)), s, input_precision="ieee")
-            s *= _scale(ks_at, block, t, ok, sks_n, sks_a, PAGE, FORMAT)[None, :]
+            s = tl.dot(q0, tl.trans(part(k, 0, FORMAT, KEYS, ASM)), input_precision="ieee")
+            s = tl.dot(q1, tl.trans(part(k, 1, FORMAT, KEYS, ASM)), s, input_precision="ieee")
+            ks = scales(ks_at, ids, t0, last, i, sks_n, sks_a, PAGE, BLOCK_N, FORMAT)
+            s *= (ks.to(tl.float32) * factor(FORMAT, KEYS))[None, :]
         else:
-            x = _int4(k, ks_at, block, t, ok, channels, sks_n, sks_a, sks_z, 0, False, D, PAGE,
-                      TOKENS, KEYS, ASM)  # fmt: skip
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 0, False, D, PAGE,
+                      TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q0, tl.trans(x), input_precision="ieee")
-            x = _int4(k, ks_at, block, t, ok, channels, sks_n, sks_a, sks_z, 1, False, D, PAGE,
-                      TOKENS, KEYS, ASM)  # fmt: skip
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 1, False, D, PAGE,
+                      TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q1, tl.trans(x), s, input_precision="ieee")
-            x = _int4(k, ks_at, block, t, ok, channels, sks_n, sks_a, sks_z, 2, False, D, PAGE,
-                      TOKENS, KEYS, ASM)  # fmt: skip
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 2, False, D, PAGE,
+                      TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q2, tl.trans(x), s, input_precision="ieee")
-            x = _int4(k, ks_at, block, t, ok, channels, sks_n, sks_a, sks_z, 3, False, D, PAGE,
-                      TOKENS, KEYS, ASM)  # fmt: skip
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 3, False, D, PAGE,
+                      TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q3, tl.trans(x), s, input_precision="ieee")
-        s, factor = scores(s, scale, cap, SOFTCAP)
+        s, by = scores(s, scale, cap, SOFTCAP)
         if MASKED:
             s = tl.where((t[None, :] >= low[:, None]) & (t[None, :] < high[:, None]), s,
                          float("-inf"))  # fmt: skip
-        p, shrink, m = step(s, factor, m)
+        p, shrink, m = step(s, by, m)
         total = total * shrink + tl.sum(p, 1)
-        v = _load(v_at, block, t, ok, channels, sv_n, sv_t, PAGE, MASKED)
+        v_rows = row_pointers(v_at, w, ids, t0, i, sv_n, sv_t, PAGE, BLOCK_N)
+        if MASKED:
+            v = tl.load(v_rows, mask=(t < last)[:, None] & channels[None, :], other=0)
+        else:
+            v = tl.load(v_rows, mask=channels[None, :], other=0)
         acc0 = acc0 * shrink[:, None]
         if PARTS == 1:
             acc0 = tl.dot(p.to(DTYPE), v, acc0, input_precision="ieee")
         elif PARTS == 2:
-            p *= _scale(vs_at, block, t, ok, svs_n, svs_a, PAGE, FORMAT)[None, :]
-            acc0 = tl.dot(p.to(DTYPE), part(v, 0, FORMAT, DTYPE, ASM), acc0,
-                          input_precision="ieee")  # fmt: skip
-            acc1 = tl.dot(p.to(DTYPE), part(v, 1, FORMAT, DTYPE, ASM), acc1 * shrink[:, None],
+            vs = scales(vs_at, ids, t0, last, i, svs_n, svs_a, PAGE, BLOCK_N, FORMAT)
+            p = (p * (vs.to(tl.float32) * factor(FORMAT, DTYPE))[None, :]).to(DTYPE)
+            acc0 = tl.dot(p, part(v, 0, FORMAT, DTYPE, ASM), acc0, input_precision="ieee")
+            acc1 = tl.dot(p, part(v, 1, FORMAT, DTYPE, ASM), acc1 * shrink[:, None],
                           input_precision="ieee")  # fmt: skip
         else:
-            x = _int4(v, vs_at, block, t, ok, channels, svs_n, svs_a, svs_z, 0, True, D, PAGE,
-                      TOKENS, DTYPE, ASM)  # fmt: skip
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 0, True, D, PAGE,
+                      TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc0 = tl.dot(p.to(DTYPE), x, acc0, input_precision="ieee")
-            x = _int4(v, vs_at, block, t, ok, channels, svs_n, svs_a, svs_z, 1, True, D, PAGE,
-                      TOKENS, DTYPE, ASM)  # fmt: skip
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 1, True, D, PAGE,
+                      TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc1 = tl.dot(p.to(DTYPE), x, acc1 * shrink[:, None], input_precision="ieee")
-            x = _int4(v, vs_at, block, t, ok, channels, svs_n, svs_a, svs_z, 2, True, D, PAGE,
-                      TOKENS, DTYPE, ASM)  # fmt: skip
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 2, True, D, PAGE,
+                      TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc2 = tl.dot(p.to(DTYPE), x, acc2 * shrink[:, None], input_precision="ieee")
-            x = _int4(v, vs_at, block, t, ok, channels, svs_n, svs_a, svs_z, 3, True, D, PAGE,
-                      TOKENS, DTYPE, ASM)  # fmt: skip
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 3, True, D, PAGE,
+                      TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc3 = tl.dot(p.to(DTYPE), x, acc3 * shrink[:, None], input_precision="ieee")
-        block = later
+        ids = later
     return m, total, acc0, acc1, acc2, acc3
 
 
@@ -183,20 +175,20 @@ def extend(
     begin = (base + split * tiles) * BLOCK_N
     end = tl.minimum(begin + tiles * BLOCK_N, last)
     middle = begin
-    k_at = k_ptr + head.to(tl.int64) * sk_h + w[None, :]
-    v_at = v_ptr + head.to(tl.int64) * sv_h + w[None, :]
+    table = table_ptr + b.to(tl.int64) * st_b
+    k_at, v_at = k_ptr + head.to(tl.int64) * sk_h, v_ptr + head.to(tl.int64) * sv_h
     ks_at, vs_at = ks_ptr + head * sks_h, vs_ptr + head * svs_h
     if not WINDOW:
         middle = tl.maximum(begin, tl.minimum(end, whole) // BLOCK_N * BLOCK_N)
         m, total, acc0, acc1, acc2, acc3 = _attend(
             q0, q1, q2, q3, m, total, acc0, acc1, acc2, acc3, begin, middle, end, low, high,
-            k_at, v_at, ks_at, vs_at, table_ptr + b.to(tl.int64) * st_b, scale, cap, channels,
+            k_at, v_at, ks_at, vs_at, table, scale, cap, w, channels,
             sk_n, sk_t, sv_n, sv_t, sks_n, sks_a, sks_z, svs_n, svs_a, svs_z,
             D, PAGE, TOKENS, BLOCK_N, FORMAT, SOFTCAP, False, ASM, PARTS, DTYPE, KEYS,
         )  # fmt: skip
     m, total, acc0, acc1, acc2, acc3 = _attend(
         q0, q1, q2, q3, m, total, acc0, acc1, acc2, acc3, middle, end, end, low, high,
-        k_at, v_at, ks_at, vs_at, table_ptr + b.to(tl.int64) * st_b, scale, cap, channels,
+        k_at, v_at, ks_at, vs_at, table, scale, cap, w, channels,
         sk_n, sk_t, sv_n, sv_t, sks_n, sks_a, sks_z, svs_n, svs_a, svs_z,
         D, PAGE, TOKENS, BLOCK_N, FORMAT, SOFTCAP, True, ASM, PARTS, DTYPE, KEYS,
     )  # fmt: skip

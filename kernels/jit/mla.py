@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvstore.kernels.jit.decode import split_range
+from kvstore.kernels.jit.places import block_ids, row_pointers
 from kvstore.kernels.jit.softmax import finish, scores, step
 
 
@@ -35,22 +36,23 @@ def mla_decode(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    block = tl.load(table + (start + i) // PAGE, mask=start + i < end, other=0)
+    ids = block_ids(table, start, end, i, PAGE, BLOCK_N)
     for t0 in range(start, end, BLOCK_N):
         t = t0 + i
         ok = t < end
-        later = tl.load(table + (t + BLOCK_N) // PAGE, mask=t + BLOCK_N < end, other=0)
-        at = c_ptr + (block.to(tl.int64) * sc_n + (t % PAGE) * sc_t)[:, None]
-        c = tl.load(at + d[None, :], mask=ok[:, None], other=0.0)
-        k_rope = tl.load(at + D + x[None, :], mask=ok[:, None], other=0.0)
+        later = block_ids(table, t0 + BLOCK_N, end, i, PAGE, BLOCK_N)
+        c = tl.load(row_pointers(c_ptr, d, ids, t0, i, sc_n, sc_t, PAGE, BLOCK_N),
+                    mask=ok[:, None], other=0.0)  # fmt: skip
+        # Rotary keys behind the end are whatever lies there: their scores are not looked at.
+        k_rope = tl.load(row_pointers(c_ptr + D, x, ids, t0, i, sc_n, sc_t, PAGE, BLOCK_N))
         s = tl.dot(q, tl.trans(c), input_precision="ieee")
         s = tl.dot(rope, tl.trans(k_rope), s, input_precision="ieee")
-        s, factor = scores(s, scale, cap, SOFTCAP)
+        s, by = scores(s, scale, cap, SOFTCAP)
         s = tl.where(ok[None, :], s, float("-inf"))
-        p, shrink, m = step(s, factor, m)
+        p, shrink, m = step(s, by, m)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(DTYPE), c, acc * shrink[:, None], input_precision="ieee")
-        block = later
+        ids = later
     inv, lse = finish(total, m, lse_ptr, rows, split, False)
     o_at = o_ptr + big * so_b + split * so_s + heads[:, None] * so_h + d[None, :]
     tl.store(o_at, (acc * inv[:, None]).to(o_ptr.dtype.element_ty), mask=rows[:, None])

@@ -13,7 +13,8 @@ conversions, which run at a fraction of that rate: 0x4300 | x is 128 + x in bflo
 import triton
 import triton.language as tl
 
-# Bodies of functions of x, two words, to y, two values; {n} is how far x must be shifted right.
+# Bodies of functions of x, two words, to y, two values. First comes where the code must be: in the
+# low bits of each word, or in fp8_bh in the high byte.
 _BODIES = {
     # (128 + low seven bits) - (128, or 256 where the sign bit is set)
     ("int8_th", "bf16"): """
@@ -28,20 +29,17 @@ _BODIES = {
         sub.f16x2 y, a, c;""",
     # Exponent and mantissa into place; 2**120 is what the biases (127 and 7) differ by.
     ("fp8_bh", "bf16"): """
-        shl.b32 a, x, 8;
-        and.b32 b, a, 0x80008000;
-        shl.b32 a, x, 4;
+        and.b32 b, x, 0x80008000;
+        shr.u32 a, x, 4;
         lop3.b32 a, a, 0x07F007F0, b, 0xEA;
         mov.b32 c, 0x7B807B80;
         mov.b32 b, 0x80008000;
         fma.rn.bf16x2 y, a, c, b;""",
+    # The same for float16, whose bias is 15; 2**8 comes in with the scale.
     ("fp8_bh", "fp16"): """
-        shl.b32 a, x, 8;
-        and.b32 b, a, 0x80008000;
-        shl.b32 a, x, 7;
-        lop3.b32 a, a, 0x3F803F80, b, 0xEA;
-        mov.b32 c, 0x5C005C00;
-        mul.f16x2 y, a, c;""",
+        and.b32 b, x, 0x80008000;
+        shr.u32 a, x, 1;
+        lop3.b32 y, a, 0x3F803F80, b, 0xEA;""",
     # (128 + code) - 136
     ("int4_kivi", "bf16"): """
         lop3.b32 a, x, 0x000F000F, 0x43004300, 0xEA;
@@ -55,17 +53,24 @@ _BODIES = {
 }
 
 
+def asm_body(kv_format: str, number: int, dtype: str) -> str:
+    """PTX from x, two words, to y, two values of part `number`; a to c are free registers."""
+    move = {"int4_kivi": 4 * number, "int8_th": 8 * number, "fp8_bh": 8 * number - 8}[kv_format]
+    first = (
+        "" if move == 0 else f"\n        {'shr.u32' if move > 0 else 'shl.b32'} x, x, {abs(move)};"
+    )
+    return first + _BODIES[kv_format, dtype]
+
+
 @triton.constexpr_function
 def _asm(FORMAT, PART, DTYPE):
-    shift = PART * (4 if FORMAT == "int4_kivi" else 8)
-    first = f"shr.u32 x, $1, {shift};" if shift else "mov.b32 x, $1;"
-    body = _BODIES[FORMAT, str(DTYPE)]
-    return "{ .reg .b32 x, y, a, b, c;\n" + first + body + "\nmov.b32 $0, y; }"
+    body = asm_body(FORMAT, PART, str(DTYPE))
+    return "{ .reg .b32 x, y, a, b, c;\nmov.b32 x, $1;" + body + "\nmov.b32 $0, y; }"
 
 
 @triton.jit
 def part(words, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Part `PART` of int16 `words` as values of `DTYPE`, before scales; exact."""
+    """Part `PART` of int16 `words` as values of `DTYPE`, exact; `factor` and scales come after."""
     if ASM:
         return tl.inline_asm_elementwise(
             _asm(FORMAT, PART, DTYPE), "=r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2
@@ -78,7 +83,13 @@ def part(words, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, A
             values = _fp8_values(bits >> (8 * PART))
         else:
             values = (((bits >> (4 * PART)) & 15) - 8).to(tl.float32)
-        return values.to(DTYPE)
+        return (values / factor(FORMAT, DTYPE)).to(DTYPE)
+
+
+@triton.constexpr_function
+def factor(FORMAT, DTYPE):
+    """What values of `part` must be multiplied by: a power of two, which scales take in."""
+    return 256.0 if FORMAT == "fp8_bh" and str(DTYPE) == "fp16" else 1.0
 
 
 @triton.jit

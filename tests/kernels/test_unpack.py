@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstore.kernels.jit.unpack import _BODIES, part
+from kvstore.kernels.jit.unpack import asm_body, factor, part
 
 PARTS = {"int8_th": 2, "fp8_bh": 2, "int4_kivi": 4}
 WORDS = torch.arange(1 << 16).to(torch.int16)
@@ -65,6 +65,8 @@ class Machine:
             return a[0]
         if name == "shl.b32":
             return (a[0] << a[1]) & 0xFFFFFFFF
+        if name == "shr.u32":
+            return a[0] >> a[1]
         if name == "and.b32":
             return a[0] & a[1]
         if name == "lop3.b32":  # (a & b) | c and (a & b) ^ c
@@ -89,8 +91,9 @@ class Machine:
 def test_the_bit_tricks_are_exact(kv_format: str, number: int, kind: torch.dtype) -> None:
     """What runs on NVIDIA's chips alone gives the same values, for both words of a pair."""
     bits, right = WORDS.long() & 0xFFFF, values(kv_format, number)
-    x = (bits | bits.flip(0) << 16) >> (number * (4 if kv_format == "int4_kivi" else 8))
-    body = _BODIES[kv_format, {torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]]
+    dtype = tl.bfloat16 if kind is torch.bfloat16 else tl.float16
+    x, body = bits | bits.flip(0) << 16, asm_body(kv_format, number, str(dtype))
+    right = right / factor(kv_format, dtype)
     machine = Machine(x, kind)
     found = machine.halves(machine.run(body)).float()
     for have, want in ((found[0], right), (found[1], right.flip(0))):
