@@ -53,18 +53,17 @@ _BODIES = {
 }
 
 
-def asm_body(kv_format: str, number: int, dtype: str) -> str:
-    """PTX from x, two words, to y, two values of part `number`; a to c are free registers."""
-    move = {"int4_kivi": 4 * number, "int8_th": 8 * number, "fp8_bh": 8 * number - 8}[kv_format]
-    first = (
-        "" if move == 0 else f"\n        {'shr.u32' if move > 0 else 'shl.b32'} x, x, {abs(move)};"
-    )
-    return first + _BODIES[kv_format, dtype]
+@triton.constexpr_function
+def asm_body(FORMAT, PART, DTYPE):
+    """PTX from x, two words, to y, two values of a part; a to c are free registers."""
+    move = PART * 4 if FORMAT == "int4_kivi" else PART * 8 - (8 if FORMAT == "fp8_bh" else 0)
+    first = "" if move == 0 else f"{'shr.u32' if move > 0 else 'shl.b32'} x, x, {abs(move)};"
+    return first + _BODIES[FORMAT, str(DTYPE)]
 
 
 @triton.constexpr_function
 def _asm(FORMAT, PART, DTYPE):
-    body = asm_body(FORMAT, PART, str(DTYPE))
+    body = asm_body(FORMAT, PART, DTYPE)
     return "{ .reg .b32 x, y, a, b, c;\nmov.b32 x, $1;" + body + "\nmov.b32 $0, y; }"
 
 

@@ -92,7 +92,7 @@ def test_the_bit_tricks_are_exact(kv_format: str, number: int, kind: torch.dtype
     """What runs on NVIDIA's chips alone gives the same values, for both words of a pair."""
     bits, right = WORDS.long() & 0xFFFF, values(kv_format, number)
     dtype = tl.bfloat16 if kind is torch.bfloat16 else tl.float16
-    x, body = bits | bits.flip(0) << 16, asm_body(kv_format, number, str(dtype))
+    x, body = bits | bits.flip(0) << 16, asm_body(kv_format, number, dtype)
     right = right / factor(kv_format, dtype)
     machine = Machine(x, kind)
     found = machine.halves(machine.run(body)).float()
