@@ -31,10 +31,10 @@ from kvstore.replay.own_daemon import OwnDaemon
 from kvstore.replay.witness import Witness
 
 BLOCK_TOKENS = 32
-ANSWER_TOKENS = 12
+ANSWER_TOKENS = 20
 CALL_TIMEOUT_SECONDS, PUT_TIMEOUT_SECONDS, BACK_SECONDS = 2.0, 30.0, 20.0
 # Prompts of so many tokens, restored but for the last part, show how costs grow.
-LENGTHS = (64, 96, 160, 288, 544)
+LENGTHS = (64, 96, 128, 192, 288, 416, 608, 896)
 COSTS_NAME = "costs.json"
 
 
@@ -116,7 +116,9 @@ class ChatDemo:
         self.wrong_bytes += self._witness.wrong_bytes(ids[: done.restored_tokens], done.cache)
         every = [*ids, *answer.tokens]
         self._store(every[:-1], done, f"{user}-{number}", len(answer.tokens))
-        self._said[user] = every
+        # An answer that was cut short is ended all the same, as the model expects it.
+        cut = chat.stop and every[-1] not in chat.stop
+        self._said[user] = [*every, *chat.stop[:1]] if cut else every
         return Turn(
             user=user,
             turn=number + 1,

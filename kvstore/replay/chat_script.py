@@ -5,10 +5,12 @@ from __future__ import annotations
 STREETS = (
     "Mill Street", "Harbour Road", "Castle Hill", "Station Square", "Orchard Lane", "North Gate",
     "Market Place", "River Walk", "Abbey Green", "Quarry Road", "Elm Avenue", "Lighthouse Point",
+    "Garden Court", "Bridge End", "Sun Terrace", "Weavers Yard",
 )  # fmt: skip
 SUBJECTS = (
     "maps", "music", "gardening", "trains", "cooking", "stars", "poetry", "birds", "law",
     "chess", "ships", "painting",
+    "dance", "money", "health", "weaving",
 )  # fmt: skip
 INTRODUCTION = (
     "You answer questions about the public libraries of a small town. Be friendly, brief and "
