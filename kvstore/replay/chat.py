@@ -35,6 +35,7 @@ ANSWER_TOKENS = 20
 CALL_TIMEOUT_SECONDS, PUT_TIMEOUT_SECONDS, BACK_SECONDS = 2.0, 30.0, 20.0
 # Prompts of so many tokens, restored but for the last part, show how costs grow.
 LENGTHS = (64, 96, 128, 192, 288, 416, 608, 896)
+COMPUTED_LENGTHS = (64, 128, 256, 512, 1024)  # the same of some that nobody has stored
 COSTS_NAME = "costs.json"
 
 
@@ -199,6 +200,11 @@ class ChatDemo:
     # ---- What things cost here ----
 
     def _vary_lengths(self) -> None:
+        said = next(iter(self._said.values()))
+        for length in COMPUTED_LENGTHS:
+            prefill_with_store(
+                self._chat.model, said[:length], self._space, cache_salt="costs", store=False
+            )
         for said in self._said.values():
             for length in LENGTHS:
                 if length < len(said):

@@ -43,7 +43,7 @@ def page(result: dict[str, Any]) -> str:
         "without the store, over all turns.</p>"
         f'<figure class="card"><h3>Seconds to have a prompt of so many tokens ready</h3>{chart}'
         "<figcaption>Lines are the cost models that the daemon learned in this run; both axes are "
-        "logarithmic. Dots of the first line are prompts that were computed without the store."
+        "logarithmic. What is named measured are the turns as computed without the store."
         f"</figcaption></figure><ul>{models}</ul>"
         f"<h2>Turns</h2>{_turns(result['turns'])}</main></body></html>\n"
     )
