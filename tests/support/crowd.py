@@ -46,7 +46,7 @@ class Crowd:
 
     def _operate(self, operator: Any, over: threading.Event) -> None:
         random = Random(self.seed)
-        with self.daemon.client() as client:
+        with self.daemon.client(call_timeout_seconds=10.0) as client:
             while not over.wait(0.03):
                 with suppress(NotFound, LimitReached):  # what it meant is gone already
                     operator(client, random)
