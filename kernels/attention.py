@@ -123,13 +123,15 @@ def cascade_decode(
     """
     shared: dict[str, Any] = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale,
               "kv_format": kv_format, "softcap": softcap, "backend": backend}  # fmt: skip
-    prefix = paged_extend(
+    outs = torch.empty((2, *q.shape), dtype=q.dtype, device=q.device)
+    _, prefix = paged_extend(
         q, k_pool, v_pool, prefix_table, prefix_lens, cu_group, max_q=max_group, causal=False,
-        num_splits=num_splits, **shared,
+        num_splits=num_splits, out=outs[0], **shared,
     )  # fmt: skip
-    own = paged_decode(q, k_pool, v_pool, block_table, seq_lens, sinks=sinks, **shared)
-    outs, lses = zip(prefix, own, strict=True)
-    return merge_states(torch.stack(outs), torch.stack(lses), backend=backend)
+    _, own = paged_decode(
+        q, k_pool, v_pool, block_table, seq_lens, sinks=sinks, out=outs[1], **shared
+    )
+    return merge_states(outs, torch.stack([prefix, own]), backend=backend)
 
 
 def mla_decode(

@@ -20,7 +20,7 @@ from kvstore.kernels.plans import (
 )
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Decode programs that share a multiprocessor, as their shared memory and registers allow."""
+"""Programs of small tiles that share a multiprocessor; one of 128 rows has it alone."""
 
 
 def paged_decode(
@@ -35,7 +35,7 @@ def paged_decode(
     _run(plan, (heads, splits, len(q)), [
         q, *_words(pools), *_scales(pools, q), block_table, seq_lens, _sinks(options, lses),
         parts, lses, options.sm_scale, options.softcap, options.window,
-        *q.stride()[:2], *_strides(pools), *_scale_strides(pools, 3), block_table.stride(0),
+        *q.stride()[:2], *_strides(pools), *_scale_strides(pools), block_table.stride(0),
         parts.stride(1), parts.stride(0), parts.stride(2), lses.stride(1), lses.stride(0),
     ])  # fmt: skip
     return lses[0] if len(parts) == 1 else merge_states(parts, lses, out)
@@ -53,13 +53,15 @@ def paged_extend(
     tile = int(extend_plan(target, shape, rows, 1, causal, tuning).constants["BLOCK_M"])
     tiles = triton.cdiv(rows, tile)
     programs = tiles * pools.num_kv_heads * count
-    splits = num_splits or _splits(programs, block_table, pools.block_size, options.window, q)
+    splits = num_splits or _splits(
+        programs, block_table, pools.block_size, options.window, q, alone=tile >= 128
+    )
     plan = extend_plan(target, shape, rows, splits, causal, tuning)
     parts, lses = _states(splits, out)
     _run(plan, (tiles, pools.num_kv_heads, count * splits), [
         q, *_words(pools), *_scales(pools, q), block_table, seq_lens, cu_q,
         _sinks(options, lses), parts, lses, options.sm_scale, options.softcap, options.window,
-        *q.stride()[:2], *_strides(pools), *_scale_strides(pools, 4), block_table.stride(0),
+        *q.stride()[:2], *_strides(pools), *_scale_strides(pools), block_table.stride(0),
         *parts.stride()[:3], *lses.stride()[:2],
     ])  # fmt: skip
     return lses[0] if splits == 1 else merge_states(parts, lses, out)
@@ -122,11 +124,12 @@ def _shape(q: torch.Tensor, pools: Pools, options: Options) -> Shape:
 
 
 def _splits(
-    programs: int, block_table: torch.Tensor, block_size: int, window: int, q: torch.Tensor
-) -> int:
+    programs: int, block_table: torch.Tensor, block_size: int, window: int, q: torch.Tensor,
+    alone: bool = False,
+) -> int:  # fmt: skip
     """Splits for the longest context that the block table has room for: lengths stay unread."""
     tokens = block_table.shape[1] * block_size
-    slots = processors(q.device) * PROGRAMS_PER_PROCESSOR
+    slots = processors(q.device) * (1 if alone else PROGRAMS_PER_PROCESSOR)
     return splits_for(max(1, programs), slots, min(tokens, window or tokens))
 
 
@@ -155,14 +158,10 @@ def _scales(pools: Pools, q: torch.Tensor) -> list[torch.Tensor]:
             q if pools.v_scale is None else pools.v_scale]  # fmt: skip
 
 
-def _scale_strides(pools: Pools, count: int) -> list[int]:
-    """`count` strides each of K's and V's scales: block, head, then token or group, then zeros."""
-    strides: list[int] = []
-    for scale in (pools.k_scale, pools.v_scale):
-        steps = [] if scale is None else list(scale.stride())
-        count_used = 4 if pools.kv_format == "int4_kivi" else count
-        strides += (steps + [0] * 4)[:count_used]
-    return strides
+def _scale_strides(pools: Pools) -> list[int]:
+    """From block to block and from head to head, of K's scales and V's; zeros where none are."""
+    both = (pools.k_scale, pools.v_scale)
+    return [step for scale in both for step in ((0, 0) if scale is None else scale.stride()[:2])]
 
 
 def _sinks(options: Options, unused: torch.Tensor) -> torch.Tensor:

@@ -47,10 +47,10 @@ class Options:
 class Pools:
     """One layer's K and V of every block, [blocks, block_size, H_kv, D], and their scales.
 
-    Any strides but the last; what `views.layer_views` gives of a pool of the store's blocks, or an
-    engine's own pages. Scales are those of `formats.py`: int8_th [blocks, H_kv, tokens], fp8_bh
-    [blocks, H_kv], int4_kivi K [blocks, H_kv, token groups, 2, D] and V [blocks, H_kv, channel
-    groups, 2, tokens]. int4_kivi rows are D/2 bytes.
+    Any strides but the last, scales in one piece a block and head: what `views.layer_views` gives
+    of a pool of the store's blocks, or an engine's own pages. Scales are those of `formats.py`:
+    int8_th [blocks, H_kv, tokens], fp8_bh [blocks, H_kv], int4_kivi K [blocks, H_kv, token groups,
+    2, D] and V [blocks, H_kv, channel groups, 2, tokens]. int4_kivi rows are D/2 bytes.
     """
 
     k: torch.Tensor
@@ -115,6 +115,8 @@ class Pools:
                     f"scales of {name} have shape {tuple(scale.shape)}; {self.kv_format} needs "
                     f"{self._scale_shape(name)}"
                 )
+            if scale is not None and not scale[0, 0].is_contiguous():
+                raise ValueError(f"scales of {name} do not lie in one piece a block and head")
 
     def _scale_shape(self, name: str) -> tuple[int, ...]:
         blocks, tokens, heads = self.k.shape[0], self.block_size, self.num_kv_heads

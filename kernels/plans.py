@@ -93,7 +93,7 @@ def decode_plan(target: str, shape: Shape, splits: int, tuning: Tuning | None = 
         heads = max(power_of_two(shape.group), ROWS_MIN // groups)
         constants |= {
             "HEADS": heads, "ROWS": heads * groups, "BLOCK_N": groups * shape.token_group,
-            "TOKENS": shape.token_group, "QUARTERS": 1 if shape.head_dim >= 128 else 2,
+            "TOKENS": shape.token_group,
         }  # fmt: skip
         return Plan(decode_int4, constants, warps, tuning.num_stages or stages)
     constants["FORMAT"] = shape.kv_format
@@ -109,7 +109,10 @@ def _decode_tiles(target: str, shape: Shape) -> tuple[int, int, int]:
             return 32, 4, 3
         return 64, 4, 3
     if shape.kv_format == "int4_kivi":
-        return 64, 4, 3
+        # As many token groups as there are rows left by the heads; see `jit/decode_int4.py`.
+        groups = max(1, ROWS_MIN // power_of_two(shape.group))
+        tokens = min(128, groups * shape.token_group)
+        return tokens, (4 if tokens * shape.width >= 1024 else 2), 3
     return 64, 4, 4
 
 
@@ -144,7 +147,7 @@ def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, 
     if target == "gfx942":
         return few, 32, 4, 1
     if shape.kv_format == "int4_kivi":
-        return few, 32, 4, 2
+        return few, 32, (8 if target == "sm_100" else 4), 2
     if rows <= 64:
         return few, (64 if narrow and shape.kv_format == "raw" else 32), 4, 3
     if shape.kv_format != "raw":

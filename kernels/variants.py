@@ -45,8 +45,7 @@ class Variant:
 
 KV_STRIDES = ("sq_b", "sq_t", "sq_h", "sk_n", "sk_t", "sk_h", "sv_n", "sv_t", "sv_h", "sr_b",
               "sr_h", "sc_n", "sc_t", "so_b", "so_s", "so_t", "so_h")  # fmt: skip
-INT4_STRIDES = ("sks_n", "sks_h", "sks_g", "sks_a", "sks_z", "svs_n", "svs_h", "svs_g", "svs_a",
-                "svs_z")  # fmt: skip
+SCALE_STRIDES = ("sks_n", "sks_h", "svs_n", "svs_h")
 POINTERS = {
     "table_ptr": "*i32", "lens_ptr": "*i32", "cu_ptr": "*i32", "sinks_ptr": "*fp32",
     "lse_ptr": "*fp32", "out_lse_ptr": "*fp32", "ks_ptr": "*bf16", "vs_ptr": "*bf16",
@@ -62,7 +61,7 @@ def _variant(name: str, plan: Plan, kv_format: str = "raw", dtype: str = "bf16")
     decodes = name.startswith(("decode", "mla", "extend"))
     return Variant(
         name, plan.kernel, types, dict(plan.constants), plan.num_warps, plan.num_stages,
-        sixteens=KV_STRIDES + (INT4_STRIDES if kv_format == "int4_kivi" else ()),
+        sixteens=KV_STRIDES + (SCALE_STRIDES if kv_format == "int4_kivi" else ()),
         dot=decodes, asynchronous=decodes,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ def decode(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, table_ptr, lens_ptr, sinks_ptr, o_ptr, lse_ptr,
     scale, cap, window,
     sq_b, sq_h, sk_n, sk_t, sk_h, sv_n, sv_t, sv_h,
-    sks_n, sks_h, sks_t, svs_n, svs_h, svs_t, st_b, so_b, so_s, so_h, sl_b, sl_s,
+    sks_n, sks_h, svs_n, svs_h, st_b, so_b, so_s, so_h, sl_b, sl_s,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ASM: tl.constexpr,
@@ -63,8 +63,8 @@ def decode(
         q1 = tl.load(q_at + 1, mask=inside, other=0.0).to(KEYS)
         acc1 = acc0
         ks_at, vs_at = ks_ptr + head * sks_h, vs_ptr + head * svs_h
-        ks = scales(ks_at, ids, start, end, i, sks_n, sks_t, PAGE, BLOCK_N, FORMAT)
-        vs = scales(vs_at, ids, start, end, i, svs_n, svs_t, PAGE, BLOCK_N, FORMAT)
+        ks = scales(ks_at, ids, start, end, i, sks_n, PAGE, BLOCK_N, FORMAT)
+        vs = scales(vs_at, ids, start, end, i, svs_n, PAGE, BLOCK_N, FORMAT)
     for t0 in range(start, end, BLOCK_N):
         t = t0 + i
         ok = t < end
@@ -96,8 +96,8 @@ def decode(
             acc0 = tl.dot(p, part(v, 0, FORMAT, DTYPE, ASM), acc0, input_precision="ieee")
             acc1 = tl.dot(p, part(v, 1, FORMAT, DTYPE, ASM), acc1 * shrink[:, None],
                           input_precision="ieee")  # fmt: skip
-            ks = scales(ks_at, later, t0 + BLOCK_N, end, i, sks_n, sks_t, PAGE, BLOCK_N, FORMAT)
-            vs = scales(vs_at, later, t0 + BLOCK_N, end, i, svs_n, svs_t, PAGE, BLOCK_N, FORMAT)
+            ks = scales(ks_at, later, t0 + BLOCK_N, end, i, sks_n, PAGE, BLOCK_N, FORMAT)
+            vs = scales(vs_at, later, t0 + BLOCK_N, end, i, svs_n, PAGE, BLOCK_N, FORMAT)
         ids = later
     inv, lse = finish(tl.sum(sums, 1), m, sinks_ptr + heads, rows, split, SINKS)
     o_at = o_ptr + b.to(tl.int64) * so_b + split * so_s + heads[:, None] * so_h + w[None, :] * PARTS

@@ -16,7 +16,7 @@ from kvstore.kernels.jit.unpack import factor, part
 
 @triton.jit
 def _int4(
-    words, ptr, ids, t0, end, i, channels, s_n, s_g, s_z,
+    words, ptr, ids, t0, end, i, channels, s_n,
     PART: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -24,18 +24,18 @@ def _int4(
     codes = part(words, PART, "int4_kivi", DTYPE, ASM).to(tl.float32)
     ok = t0 + i < end
     if VALUES:
-        SPAN: tl.constexpr = 1 if D >= 128 else 2
-        at = token_pointers(ptr + PART // SPAN * s_g, ids, t0, i, s_n, 1, PAGE, BLOCK_N)
+        row: tl.constexpr = 2 * (PART if D >= 128 else PART // 2)
+        at = token_pointers(ptr + row * PAGE, ids, t0, i, s_n, 1, PAGE, BLOCK_N)
         step = tl.load(at, mask=ok, other=0.0).to(tl.float32)[:, None]
-        zero = tl.load(at + s_z, mask=ok, other=0.0).to(tl.float32)[:, None]
+        zero = tl.load(at + PAGE, mask=ok, other=0.0).to(tl.float32)[:, None]
     else:
         w = PART * (D // 4) + tl.arange(0, words.shape[1])
         group = (t0 % PAGE + i % PAGE) // TOKENS if PAGE >= BLOCK_N else (i % PAGE) // TOKENS
-        at = token_pointers(ptr, ids, 0, 0 * i, s_n, 0, PAGE, BLOCK_N) + group * s_g
+        at = token_pointers(ptr, ids, 0, 0 * i, s_n, 0, PAGE, BLOCK_N) + group * (2 * D)
         at = at[:, None] + w[None, :]
         some = ok[:, None] & channels[None, :]
         step = tl.load(at, mask=some, other=0.0).to(tl.float32)
-        zero = tl.load(at + s_z, mask=some, other=0.0).to(tl.float32)
+        zero = tl.load(at + D, mask=some, other=0.0).to(tl.float32)
     return ((codes + 8.0) * step + zero).to(DTYPE)
 
 
@@ -43,7 +43,7 @@ def _int4(
 def _attend(
     q0, q1, q2, q3, m, total, acc0, acc1, acc2, acc3, begin, end, last, low, high,
     k_at, v_at, ks_at, vs_at, table, scale, cap, w, channels,
-    sk_n, sk_t, sv_n, sv_t, sks_n, sks_a, sks_z, svs_n, svs_a, svs_z,
+    sk_n, sk_t, sv_n, sv_t, sks_n, svs_n,
     D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     FORMAT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, KEYS: tl.constexpr,
@@ -62,19 +62,19 @@ def _attend(
         elif PARTS == 2:
             s = tl.dot(q0, tl.trans(part(k, 0, FORMAT, KEYS, ASM)), input_precision="ieee")
             s = tl.dot(q1, tl.trans(part(k, 1, FORMAT, KEYS, ASM)), s, input_precision="ieee")
-            ks = scales(ks_at, ids, t0, last, i, sks_n, sks_a, PAGE, BLOCK_N, FORMAT)
+            ks = scales(ks_at, ids, t0, last, i, sks_n, PAGE, BLOCK_N, FORMAT)
             s *= (ks.to(tl.float32) * factor(FORMAT, KEYS))[None, :]
         else:
-            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 0, False, D, PAGE,
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, 0, False, D, PAGE,
                       TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q0, tl.trans(x), input_precision="ieee")
-            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 1, False, D, PAGE,
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, 1, False, D, PAGE,
                       TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q1, tl.trans(x), s, input_precision="ieee")
-            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 2, False, D, PAGE,
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, 2, False, D, PAGE,
                       TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q2, tl.trans(x), s, input_precision="ieee")
-            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, sks_a, sks_z, 3, False, D, PAGE,
+            x = _int4(k, ks_at, ids, t0, last, i, channels, sks_n, 3, False, D, PAGE,
                       TOKENS, BLOCK_N, KEYS, ASM)  # fmt: skip
             s = tl.dot(q3, tl.trans(x), s, input_precision="ieee")
         s, by = scores(s, scale, cap, SOFTCAP)
@@ -92,22 +92,22 @@ def _attend(
         if PARTS == 1:
             acc0 = tl.dot(p.to(DTYPE), v, acc0, input_precision="ieee")
         elif PARTS == 2:
-            vs = scales(vs_at, ids, t0, last, i, svs_n, svs_a, PAGE, BLOCK_N, FORMAT)
+            vs = scales(vs_at, ids, t0, last, i, svs_n, PAGE, BLOCK_N, FORMAT)
             p = (p * (vs.to(tl.float32) * factor(FORMAT, DTYPE))[None, :]).to(DTYPE)
             acc0 = tl.dot(p, part(v, 0, FORMAT, DTYPE, ASM), acc0, input_precision="ieee")
             acc1 = tl.dot(p, part(v, 1, FORMAT, DTYPE, ASM), acc1 * shrink[:, None],
                           input_precision="ieee")  # fmt: skip
         else:
-            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 0, True, D, PAGE,
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, 0, True, D, PAGE,
                       TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc0 = tl.dot(p.to(DTYPE), x, acc0, input_precision="ieee")
-            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 1, True, D, PAGE,
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, 1, True, D, PAGE,
                       TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc1 = tl.dot(p.to(DTYPE), x, acc1 * shrink[:, None], input_precision="ieee")
-            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 2, True, D, PAGE,
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, 2, True, D, PAGE,
                       TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc2 = tl.dot(p.to(DTYPE), x, acc2 * shrink[:, None], input_precision="ieee")
-            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, svs_a, svs_z, 3, True, D, PAGE,
+            x = _int4(v, vs_at, ids, t0, last, i, channels, svs_n, 3, True, D, PAGE,
                       TOKENS, BLOCK_N, DTYPE, ASM)  # fmt: skip
             acc3 = tl.dot(p.to(DTYPE), x, acc3 * shrink[:, None], input_precision="ieee")
         ids = later
@@ -119,7 +119,7 @@ def extend(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, o_ptr, lse_ptr,
     scale, cap, window,
     sq_t, sq_h, sk_n, sk_t, sk_h, sv_n, sv_t, sv_h,
-    sks_n, sks_h, sks_a, sks_z, svs_n, svs_h, svs_a, svs_z, st_b, so_s, so_t, so_h, sl_s, sl_t,
+    sks_n, sks_h, svs_n, svs_h, st_b, so_s, so_t, so_h, sl_s, sl_t,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     FORMAT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -183,13 +183,13 @@ def extend(
         m, total, acc0, acc1, acc2, acc3 = _attend(
             q0, q1, q2, q3, m, total, acc0, acc1, acc2, acc3, begin, middle, end, low, high,
             k_at, v_at, ks_at, vs_at, table, scale, cap, w, channels,
-            sk_n, sk_t, sv_n, sv_t, sks_n, sks_a, sks_z, svs_n, svs_a, svs_z,
+            sk_n, sk_t, sv_n, sv_t, sks_n, svs_n,
             D, PAGE, TOKENS, BLOCK_N, FORMAT, SOFTCAP, False, ASM, PARTS, DTYPE, KEYS,
         )  # fmt: skip
     m, total, acc0, acc1, acc2, acc3 = _attend(
         q0, q1, q2, q3, m, total, acc0, acc1, acc2, acc3, middle, end, end, low, high,
         k_at, v_at, ks_at, vs_at, table, scale, cap, w, channels,
-        sk_n, sk_t, sv_n, sv_t, sks_n, sks_a, sks_z, svs_n, svs_a, svs_z,
+        sk_n, sk_t, sv_n, sv_t, sks_n, svs_n,
         D, PAGE, TOKENS, BLOCK_N, FORMAT, SOFTCAP, True, ASM, PARTS, DTYPE, KEYS,
     )  # fmt: skip
     inv, lse = finish(total, m, sinks_ptr + heads, rows, split, SINKS)

@@ -43,11 +43,11 @@ def token_pointers(ptr, ids, t0, i, s_n, s_t, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def scales(ptr, ids, t0, end, i, s_n, s_t, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+def scales(ptr, ids, t0, end, i, s_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
            FORMAT: tl.constexpr):  # fmt: skip
     """8-bit formats: the scale of each token of the tile (fp8_bh: its block's)."""
     if FORMAT == "int8_th":
-        at = token_pointers(ptr, ids, t0, i, s_n, s_t, PAGE, BLOCK_N)
+        at = token_pointers(ptr, ids, t0, i, s_n, 1, PAGE, BLOCK_N)
     else:
         at = token_pointers(ptr, ids, t0, i, s_n, 0, PAGE, BLOCK_N)
     return tl.load(at, mask=t0 + i < end, other=0.0)

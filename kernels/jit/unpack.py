@@ -13,8 +13,8 @@ conversions, which run at a fraction of that rate: 0x4300 | x is 128 + x in bflo
 import triton
 import triton.language as tl
 
-# Bodies of functions of x, two words, to y, two values. First comes where the code must be: in the
-# low bits of each word, or in fp8_bh in the high byte.
+# Bodies of functions of x, two words, to y, two values. The code is in the low bits of each word,
+# in fp8_bh in its high byte, or in bits 4 to 7 ("high").
 _BODIES = {
     # (128 + low seven bits) - (128, or 256 where the sign bit is set)
     ("int8_th", "bf16"): """
@@ -50,15 +50,25 @@ _BODIES = {
         lop3.b32 a, x, 0x000F000F, 0x64006400, 0xEA;
         mov.b32 c, 0x64086408;
         sub.f16x2 y, a, c;""",
+    # The high half of a byte as it lies: (1024 + 16 code) / 16 - 72
+    ("int4_kivi", "fp16", "high"): """
+        lop3.b32 a, x, 0x00F000F0, 0x64006400, 0xEA;
+        mov.b32 c, 0x2C002C00;
+        mov.b32 b, 0xD480D480;
+        fma.rn.f16x2 y, a, c, b;""",
 }
 
 
 @triton.constexpr_function
 def asm_body(FORMAT, PART, DTYPE):
     """PTX from x, two words, to y, two values of a part; a to c are free registers."""
-    move = PART * 4 if FORMAT == "int4_kivi" else PART * 8 - (8 if FORMAT == "fp8_bh" else 0)
+    kind, move = (FORMAT, str(DTYPE)), PART * 4 if FORMAT == "int4_kivi" else PART * 8
+    if FORMAT == "fp8_bh":
+        move -= 8
+    if (*kind, "high") in _BODIES and PART % 2:
+        kind, move = (*kind, "high"), move - 4
     first = "" if move == 0 else f"{'shr.u32' if move > 0 else 'shl.b32'} x, x, {abs(move)};"
-    return first + _BODIES[FORMAT, str(DTYPE)]
+    return first + _BODIES[kind]
 
 
 @triton.constexpr_function

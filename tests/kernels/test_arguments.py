@@ -10,7 +10,9 @@ from attended import Case, compare, world
 
 from kvstore.kernels.attention import merge_states, mla_decode, paged_decode, paged_extend
 from kvstore.kernels.dispatch import target_of, uses_triton
+from kvstore.kernels.formats import BlockLayout
 from kvstore.kernels.plans import splits_for
+from kvstore.kernels.views import layer_views
 
 CASE = Case(lens=(20,), group=2)
 Q = torch.randn(1, CASE.heads, CASE.head_dim).bfloat16()
@@ -88,6 +90,23 @@ def test_the_backend_follows_the_device() -> None:
 def test_splits_fill_the_chip_once(programs: int, tokens: int, splits: int) -> None:
     """As few splits as fill 264 places, and none shorter than 256 tokens."""
     assert splits_for(programs, 264, tokens) == splits
+
+
+@pytest.mark.parametrize("kv_format", ["raw", "int8_th", "fp8_bh", "int4_kivi"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_blocks_are_read_in_wide_pieces(kv_format: str, head_dim: int, order: str) -> None:
+    """Strides of the store's blocks are multiples of 16 words, which 16-byte loads depend on."""
+    layout = BlockLayout(3, 8, head_dim, 16, order=order, kv_format=kv_format)
+    pool = torch.zeros(2, layout.block_bytes, dtype=torch.uint8)
+    views = layer_views(pool, layout, 1)
+    for rows, scale in zip(views[:2], views[2:], strict=True):
+        words = rows if kv_format == "raw" else rows.view(torch.int16)
+        assert all(step % 16 == 0 for step in words.stride()[:3])
+        assert (words.data_ptr() - pool.data_ptr()) % 16 == 0
+        if kv_format == "int4_kivi":
+            assert all(step % 16 == 0 for step in scale.stride()[:2])
+            assert (scale.data_ptr() - pool.data_ptr()) % 16 == 0
 
 
 @pytest.mark.parametrize("far", ["blocks", "heads"])
