@@ -182,4 +182,3 @@ def spread(cases: list[Case], every: int = 3) -> list[Any]:
         pytest.param(case, id=str(case), marks=[pytest.mark.long] if number % every else [])
         for number, case in enumerate(cases)
     ]
-
