@@ -147,7 +147,7 @@ def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, 
     if target == "gfx942":
         return few, 32, 4, 1
     if shape.kv_format == "int4_kivi":
-        return few, 32, (8 if target == "sm_100" else 4), 2
+        return (min(few, 32) if target == "sm_100" else few), 32, 4, 2
     if rows <= 64:
         return few, (64 if narrow and shape.kv_format == "raw" else 32), 4, 3
     if shape.kv_format != "raw":
