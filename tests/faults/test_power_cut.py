@@ -116,7 +116,7 @@ def test_a_disk_that_does_not_sync_is_found_out(
     daemon.environ = shim.environ
     for file in files:
         shim.set(Call.SYNC, file, PRETEND)
-    expected = run_cuts(daemon, image, 5, Random(2))
+    expected = run_cuts(daemon, image, 12, Random(2))
     assert all(shim.hits(Call.SYNC, file) for file in files if file is not File.META)
     assert expected.blocks
     assert expected.lost
