@@ -80,7 +80,7 @@ class DemotionQueue:
 
     def is_cold(self, run: Run) -> bool:
         """Whether `run` was dealt with."""
-        return run in self._end(run.root.space.pool).runs
+        return bool(self.watermarks) and run in self._end(run.root.space.pool).runs
 
     def rank(self, run: Run) -> EvictionPolicy | None:
         """The order that `run` is in; None where nothing is written."""
@@ -154,12 +154,16 @@ class DemotionQueue:
 
     def offer(self, run: Run) -> None:
         """`run` may have something to write again, or is not cold any more."""
+        if not self.watermarks:
+            return
         self._end(run.root.space.pool).put(run, 0)
         for rank in self.holders(run.root.space.pool):
             rank.unpark(run)
 
     def used(self, run: Run) -> None:
         """`run` was asked for."""
+        if not self.watermarks:
+            return
         if self.is_cold(run):
             self.offer(run)
 
@@ -169,6 +173,8 @@ class DemotionQueue:
         If what was evicted had not been dealt with, something else is the cold end now: as much of
         what was taken for it is offered again, beside this one.
         """
+        if not self.watermarks:
+            return
         self._shrunk(run)
         end = self._end(run.root.space.pool)
         while end.runs and end.missed_bytes > 0:
@@ -179,6 +185,8 @@ class DemotionQueue:
 
     def evicted(self, run: Run, byte_count: int, was_cold: bool) -> None:
         """So much of `run`, which may be dead, left host by a drop."""
+        if not self.watermarks:
+            return
         if not was_cold:
             self._end(run.root.space.pool).missed_bytes += byte_count
         elif run.alive:
@@ -195,6 +203,8 @@ class DemotionQueue:
             self.offer(run)
 
     def on_split(self, run: Run, tail: Run) -> None:
+        if not self.watermarks:
+            return
         self.used(run)
         passed = self._passed.pop(run, 0)
         if passed:
@@ -203,6 +213,8 @@ class DemotionQueue:
             self._passed[run] = passed - tail.count
 
     def on_merge(self, run: Run, tail: Run) -> None:
+        if not self.watermarks:
+            return
         self.used(run)
         self._end(tail.root.space.pool).put(tail, 0)
         passed = self._passed.pop(tail, 0)
@@ -210,6 +222,8 @@ class DemotionQueue:
             self._passed[run] = self._passed.pop(run, 0) + passed
 
     def on_remove(self, run: Run) -> None:
+        if not self.watermarks:
+            return
         self._end(run.root.space.pool).put(run, 0)
         self._passed.pop(run, None)
 
