@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
-import mmap
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
+from kvstore.cli.doctor_disk import direct_io, disk
+from kvstore.cli.doctor_memory import cgroup, hugepages, memlock, memory_file_system
+from kvstore.cli.findings import FAIL, OK, WARN, Finding, read_lines
 from kvstore.cli.output import (
     config_option,
     finish,
@@ -22,30 +24,17 @@ from kvstore.cli.output import (
     print_json,
     print_table,
 )
-from kvstore.core.config import Config
-from kvstore.core.errors import ConfigError
-from kvstore.core.machine import (
-    NO_LIMIT,
-    LocalMachine,
-    cgroup_limit_bytes,
-    existing_parent,
-    file_system_type,
-    meminfo,
-)
+from kvstore.core.clock import SystemClock
+from kvstore.core.config import Config, fill_in, read
+from kvstore.core.errors import ConfigError, KVStoreError, StoreUnavailable
+from kvstore.core.machine import LocalMachine, meminfo
 from kvstore.core.sizes import format_bytes
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 13)
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
-
-
-class Finding(NamedTuple):
-    """One look: what was found and, unless ok, what to do."""
-
-    check: str
-    status: str
-    found: str
-    fix: str = ""
+# A file this much newer than the clock says was written before the clock was set back.
+FUTURE_SECONDS = 2.0
+TIME_ERROR = 5  # what adjtimex answers while nothing keeps the clock right; linux/timex.h
+TIMEX_BYTES = 512  # more than struct timex has anywhere
 
 
 @click.command()
@@ -57,9 +46,10 @@ class Finding(NamedTuple):
 )
 @json_option
 def command(config_path: Path | None, directory: str | None, as_json: bool) -> None:
-    """Look at this machine: limits, memory, file systems, versions.
+    """Look at this machine: limits, memory, file systems, clock, disk, versions.
 
-    Every finding is ok, warn or fail and says the fix. Exit 1 if any is fail.
+    Every finding is ok, warn or fail and says the fix. Exit 1 if any is fail. A disk tier is
+    tried with a nameless file of 64 MiB.
     """
     findings = examine(config_path, directory)
     if as_json:
@@ -71,74 +61,142 @@ def command(config_path: Path | None, directory: str | None, as_json: bool) -> N
 
 
 def examine(config_path: Path | None, directory: str | None = None) -> list[Finding]:
-    config, verdict = _configuration(config_path)
+    """Every look at this machine, in the order they are printed."""
+    machine = LocalMachine()
+    verdict = _configuration(config_path)
+    asked, config = _as_asked(config_path, machine)
     findings = [verdict]
-    if config is not None:
-        findings += [_memlock(config), _memory_file_system(config), hugepages(config, meminfo())]
-        findings += disk(config)
+    if config is not None and asked is not None:
+        default_size = not asked.tiers.host.size
+        findings += [memlock(config), memory_file_system(config, machine, default_size)]
+        findings += [hugepages(config, meminfo()), *directories(config), *disk(config)]
+        findings += [clock(config), access(config), daemon(config)]
         directory = directory or config.tiers.disk.path
-    checks: tuple[Callable[[], Finding], ...] = (_cgroup, _user, _open_files, _kernel)
-    findings += [check() for check in checks]
+    findings += [cgroup(config, machine), _user(), _open_files(), _kernel()]
     return [*findings, direct_io(directory or "."), *_versions()]
 
 
-def _configuration(path: Path | None) -> tuple[Config | None, Finding]:
+def _configuration(path: Path | None) -> Finding:
     try:
         config = load_config(path)
     except ConfigError as error:
-        return None, Finding("configuration", FAIL, str(error), "as the sentence says")
+        return Finding("configuration", FAIL, str(error), "as the sentence says")
     size = format_bytes(config.tiers.host.size)
-    return config, Finding("configuration", OK, f"valid; host tier {size}")
+    return Finding("configuration", OK, f"valid; host tier {size}")
 
 
-def _memlock(config: Config) -> Finding:
-    limit, need = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.tiers.host.size
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
-    enough = limit == resource.RLIM_INFINITY or limit >= need or os.geteuid() == 0
-    if enough or not config.tiers.host.mlock:
-        return Finding("memlock limit", OK, shown)
-    return Finding(
-        "memlock limit",
-        WARN,
-        f"{shown}, below the host tier's {format_bytes(need)}: its pages may be swapped out",
-        "raise it (LimitMEMLOCK=infinity in the unit, `ulimit -l unlimited`) or set "
-        "tiers.host.mlock = false",
-    )
+def _as_asked(
+    path: Path | None, machine: LocalMachine
+) -> tuple[Config, Config] | tuple[None, None]:
+    """The configuration as written and with its defaults, even one that does not fit here.
 
-
-def _memory_file_system(config: Config) -> Finding:
-    host = config.tiers.host
-    here = existing_parent(host.directory)
-    status = os.statvfs(here)
-    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    found = f"{here}: {format_bytes(total)}, {format_bytes(free)} free"
-    if host.pool == "sealed":
-        return Finding("memory file system", OK, f"{found}; not used by sealed pools")
-    kind = file_system_type(here)
-    if kind and kind not in MEMORY_FILE_SYSTEMS:
-        return Finding(
-            "memory file system", WARN, f"{found}; it is {kind}, so pools are written to a disk",
-            "set tiers.host.directory to a folder on a tmpfs such as /dev/shm",
-        )  # fmt: skip
-    return Finding("memory file system", OK, f"{found}; {kind or 'type unknown'}")
-
-
-def _read_lines(path: Path) -> list[str]:
+    The daemon refuses it at its first fault; all of them are to be found.
+    """
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+        asked = read(path, os.environ)
+        return asked, fill_in(asked, os.environ, machine)
+    except ConfigError:
+        return None, None
 
 
-def _cgroup() -> Finding:
-    limit, total = cgroup_limit_bytes(), meminfo().get("MemTotal", 0)
-    available = format_bytes(LocalMachine().available_bytes())
-    if limit >= NO_LIMIT or limit >= total > 0:
-        return Finding("cgroup memory", OK, f"no limit below the machine's; {available} available")
-    return Finding(
-        "cgroup memory", OK,
-        f"limit {format_bytes(limit)}, {available} available; pools count toward it",
-    )  # fmt: skip
+def directories(config: Config) -> list[Finding]:
+    """Whether the directories of the socket and of the host pools are this user's."""
+    places = {"server.socket": Path(config.server.socket).parent}
+    if config.tiers.host.pool == "shm":
+        places["tiers.host.directory"] = Path(config.tiers.host.directory)
+    findings = []
+    for key, path in places.items():
+        name = "socket directory" if key == "server.socket" else "pool directory"
+        if not path.exists():
+            findings.append(Finding(name, OK, f"{path} is not there yet"))
+        elif path.stat().st_uid != os.geteuid():
+            owner = path.stat().st_uid
+            findings.append(Finding(
+                name, FAIL, f"{path} belongs to uid {owner}, not {os.geteuid()}",
+                f"run this, and the daemon, as uid {owner}, or set {key} to another place",
+            ))  # fmt: skip
+        else:
+            findings.append(Finding(name, OK, f"{path} belongs to uid {os.geteuid()}"))
+    return findings
+
+
+def access(config: Config) -> Finding:
+    """Whether anybody may use the daemon, and anybody run it."""
+    roles = {rule.role for rule in config.access}
+    found = f"{len(config.access)} rules"
+    if "admin" not in roles:
+        return Finding(
+            "access", WARN, f"{found}, none with the role admin: status, policy and drain are "
+            "refused to everybody", 'add an [[access]] rule with role = "admin"',
+        )  # fmt: skip
+    return Finding("access", OK, f"{found}, roles {', '.join(sorted(roles))}")
+
+
+def daemon(config: Config) -> Finding:
+    """How the daemon of this configuration is, where one runs: its state, and clock jumps."""
+    if not Path(config.server.socket).exists():
+        return Finding("daemon", OK, f"none at {config.server.socket}")
+    from kvstore.client import KVClient
+
+    try:
+        with KVClient.connect(f"unix://{config.server.socket}", staging_bytes=1) as client:
+            status = client.status()
+    except StoreUnavailable:
+        return Finding("daemon", OK, f"none answers at {config.server.socket}")
+    except KVStoreError as error:
+        return Finding("daemon", WARN, str(error), "run this as an admin, or look into its log")
+    found = f"{status.state}, for {status.uptime_seconds:.0f} s"
+    if status.state == "degraded":
+        return Finding(
+            "daemon", FAIL, f"{found}: {status.reason}", "see the log, then `kvstore verify`"
+        )
+    jumps = int(status.counters["kvstore_clock_jumps_total"])
+    if jumps:
+        return Finding(
+            "daemon", WARN, f"{found}; the clock jumped {jumps} times since its start",
+            "run chrony or systemd-timesyncd; in a virtual machine, on its host",
+        )  # fmt: skip
+    return Finding("daemon", OK, found)
+
+
+def clock(config: Config) -> Finding:
+    """Whether the clock was set back since the daemon last wrote, and whether anything keeps it.
+
+    Numbers of leases begin at the wall clock of a daemon's start. One that starts before its
+    predecessor did could give a number twice.
+    """
+    now = SystemClock().wall()
+    newest, path = max(_written(config), default=(0.0, Path()))
+    if newest > now + FUTURE_SECONDS:
+        return Finding(
+            "clock", WARN, f"{path} was written {newest - now:.0f} s from now: the clock was set "
+            "back since", "set the clock right (chrony or systemd-timesyncd) before the daemon "
+            "starts",
+        )  # fmt: skip
+    if _is_unkept():
+        return Finding(
+            "clock", WARN, "nothing keeps the clock right, so it may jump",
+            "run chrony or systemd-timesyncd; in a virtual machine, on its host",
+        )  # fmt: skip
+    return Finding("clock", OK, "not behind what was written before")
+
+
+def _written(config: Config) -> Iterator[tuple[float, Path]]:
+    """When the daemon's files were last written; of the large ones only the names count."""
+    for directory in filter(None, (config.tiers.disk.path, config.tiers.host.directory)):
+        try:
+            for entry in os.scandir(directory):
+                yield entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)
+        except OSError:
+            continue
+
+
+def _is_unkept() -> bool:
+    """Whether the kernel says that its clock is not synchronised; False where it does not say."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "adjtimex"):
+        return False
+    return bool(libc.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES)) == TIME_ERROR)
 
 
 def _user() -> Finding:
@@ -150,27 +208,6 @@ def _user() -> Finding:
     return Finding("user", OK, f"uid {os.geteuid()}")
 
 
-def hugepages(config: Config, memory: dict[str, int]) -> Finding:
-    """Free huge pages and tmpfs's transparent ones, against what the host tier asks for."""
-    lines = _read_lines(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
-    shmem = lines[0].partition("[")[2].partition("]")[0] if lines else "unknown"
-    pages, page_bytes = memory.get("HugePages_Free", 0), memory.get("Hugepagesize", 0)
-    found = f"{pages} free of {format_bytes(page_bytes)}; transparent in tmpfs: {shmem}"
-    host = config.tiers.host
-    if host.hugepages == "hugetlb" and pages * page_bytes < host.size:
-        need = -(-host.size // page_bytes) if page_bytes else 0
-        return Finding(
-            "hugepages", FAIL, f"{found}; tiers.host.hugepages = 'hugetlb' needs {need}",
-            f"run `sysctl vm.nr_hugepages={need}` or set tiers.host.hugepages = 'advise'",
-        )  # fmt: skip
-    if host.hugepages == "advise" and shmem in ("never", "deny"):
-        return Finding(
-            "hugepages", WARN, f"{found}; 'advise' has no effect",
-            "run `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`",
-        )  # fmt: skip
-    return Finding("hugepages", OK, found)
-
-
 def _open_files() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit < 1024:
@@ -179,97 +216,11 @@ def _open_files() -> Finding:
 
 
 def _kernel() -> Finding:
-    boot = _read_lines(Path("/proc/sys/kernel/random/boot_id"))
+    boot = read_lines(Path("/proc/sys/kernel/random/boot_id"))
     found = f"{platform.system()} {platform.release()}, boot {boot[0] if boot else 'unknown'}"
     if sys.platform != "linux":
         return Finding("kernel", FAIL, found, "run on Linux: sealed memory and SO_PEERCRED need it")
     return Finding("kernel", OK, found)
-
-
-def disk(config: Config) -> list[Finding]:
-    """What a disk tier needs of its directory and file system; nothing where there is none."""
-    if not config.tiers.disk.path:
-        return []
-    path = Path(config.tiers.disk.path)
-    return [_disk_directory(path), _disk_file_system(path), _disk_room(config)]
-
-
-def _disk_directory(path: Path) -> Finding:
-    if not path.exists():
-        if os.access(path.parent, os.W_OK | os.X_OK):
-            return Finding("disk directory", OK, f"{path} is not there yet and can be made")
-        return Finding(
-            "disk directory", FAIL, f"{path} is not there, and uid {os.geteuid()} cannot make it",
-            f"run `install -d -m 700 -o UID {path}` with the daemon's user",
-        )  # fmt: skip
-    status = path.stat()
-    if status.st_uid != os.geteuid():
-        return Finding(
-            "disk directory", FAIL, f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}",
-            "run this, and the daemon, as its owner, or choose another tiers.disk.path",
-        )  # fmt: skip
-    if status.st_mode & 0o077:
-        return Finding(
-            "disk directory", FAIL, f"{path} has mode {status.st_mode & 0o777:03o}: others get in",
-            f"run `chmod 700 {path}`",
-        )  # fmt: skip
-    if not os.access(path, os.W_OK | os.X_OK):
-        return Finding(
-            "disk directory", FAIL, f"{path} cannot be written", f"run `chmod 700 {path}` or "
-            "mount its file system writable",
-        )  # fmt: skip
-    return Finding("disk directory", OK, f"{path}, private and writable")
-
-
-def _disk_file_system(path: Path) -> Finding:
-    kind = file_system_type(existing_parent(str(path)))
-    if kind in MEMORY_FILE_SYSTEMS:
-        return Finding(
-            "disk file system", WARN, f"{path} is on {kind}: memory, gone with a reboot",
-            "set tiers.disk.path to a directory on a local disk",
-        )  # fmt: skip
-    if kind == "overlay":
-        return Finding(
-            "disk file system", WARN, f"{path} is in a container's own layer, gone with it",
-            "mount a volume and set tiers.disk.path to a directory on it",
-        )  # fmt: skip
-    return Finding("disk file system", OK, f"{path}: {kind or 'type unknown'}")
-
-
-def _disk_room(config: Config) -> Finding:
-    path, reserve = config.tiers.disk.path, int(config.tiers.disk.reserve)
-    machine = LocalMachine()
-    free, present = machine.file_system_free_bytes(path), machine.directory_bytes(path)
-    found = (
-        f"{format_bytes(config.disk_bytes)}, {format_bytes(present)} of it taken; "
-        f"{format_bytes(free)} free, {format_bytes(reserve)} of that stay free"
-    )
-    if free < reserve:
-        return Finding(
-            "disk room", WARN, f"{found}: the tier grows no more",
-            "free some space or lower tiers.disk.reserve",
-        )  # fmt: skip
-    return Finding("disk room", OK, found)
-
-
-def direct_io(directory: str) -> Finding:
-    """Whether a file in `directory` can be written and read past the page cache."""
-    here = existing_parent(directory)
-    flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT
-    try:
-        descriptor = os.open(here, flags, 0o600)
-        try:
-            with mmap.mmap(-1, 4096) as page:
-                os.pwritev(descriptor, [page], 0)
-                os.preadv(descriptor, [page], 0)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return Finding(
-            "direct I/O", WARN, f"{here}: {error.strerror}",
-            "put a disk tier on ext4 or xfs; the host tier does not need it",
-        )  # fmt: skip
-    return Finding("direct I/O", OK, f"{here}: works")
 
 
 def _versions() -> Iterator[Finding]:

@@ -186,13 +186,21 @@ def load(
 ) -> Config:
     """The configuration of the file, then the environment, then `overrides` (as TOML tables)."""
     environ = environ or {}
-    raw = read_file(path) if path is not None else {}
-    raw = apply_environment(raw, environ, Config, convert)
-    raw = merge(raw, overrides or {})
     machine = machine or LocalMachine()
-    config = fill_in(convert(raw, Config), environ, machine)
+    config = fill_in(read(path, environ, overrides), environ, machine)
     check(config, machine)
     return config
+
+
+def read(
+    path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration as written: what depends on the machine is not filled in, nor checked."""
+    raw = read_file(path) if path is not None else {}
+    raw = apply_environment(raw, environ or {}, Config, convert)
+    return convert(merge(raw, overrides or {}), Config)
 
 
 def read_file(path: str | Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvstore.core.config import Config
 from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
+from kvstore.daemon.clock_watch import ClockWatch
 from kvstore.daemon.journal import JournalFile
 from kvstore.daemon.tiers import (
     ProblemLog,
@@ -76,6 +77,7 @@ class Daemon:
         self.config = config
         self.clock = SystemClock()
         self.metrics = Metrics()
+        self._clock_watch = ClockWatch(self.clock, self.metrics)
         self.state = "starting"
         self.store: KVStore | None = None
         self._reload = reload
@@ -235,6 +237,7 @@ class Daemon:
 
     def _set_gauges(self) -> None:
         assert self.store is not None
+        self._clock_watch.look()
         view, parts = self.store.status(), self.store.parts
         self.metrics.set_sessions(view.session_count, view.space_count)
         self.metrics.set_leases(

@@ -240,6 +240,10 @@ TABLE = (
         "kvstore_events_dropped_total", COUNTER,
         "KV events that left the buffer before a subscriber read them.",
     ),
+    Row(
+        "kvstore_clock_jumps_total", COUNTER,
+        "Jumps of the wall clock of half a second or more, forward or back.",
+    ),
     Row("kvstore_index_blocks", GAUGE, "Blocks in the prefix index."),
     Row("kvstore_index_runs", GAUGE, "Runs in the prefix index."),
     Row(

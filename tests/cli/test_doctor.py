@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore.cli.doctor import direct_io, disk, examine, file_system_type, hugepages
+from kvstore.cli.doctor import examine
+from kvstore.cli.doctor_disk import direct_io, disk
+from kvstore.cli.doctor_memory import hugepages
 from kvstore.cli.main import run
 from kvstore.core.config import load
-from kvstore.core.machine import FixedMachine
+from kvstore.core.machine import FixedMachine, file_system_type
 
 GIB = 1 << 30
 
@@ -84,7 +87,10 @@ def test_a_disk_tiers_directory_is_looked_at(tmp_path: Path) -> None:
     """With a disk tier: whether its directory can be had, is private, lasts, and has room."""
     path = tmp_path / "disk"
     found = disk_findings(path)
-    assert set(found) == {"disk directory", "disk file system", "disk room"}
+    assert set(found) == {
+        "disk directory", "disk file system", "disk room", "disk adds hits",
+        "disk against recompute",
+    }  # fmt: skip
     assert found["disk directory"][0] == "ok"
     assert not path.exists()
     path.mkdir(mode=0o755)
@@ -114,3 +120,10 @@ def test_direct_io_is_tried_where_the_disk_tier_is(
     for config, where in ((file, str(tmp_path)), (None, "/:")):
         found = {finding.check: finding.found for finding in examine(config)}
         assert found["direct I/O"].startswith(where)
+
+
+def test_a_running_daemon_is_asked(daemon: Any) -> None:
+    """Of a daemon that runs: its state. Where none does, that is no fault."""
+    assert daemon.socket
+    found = {finding.check: finding for finding in examine(daemon.config)}["daemon"]
+    assert (found.status, found.found.partition(",")[0]) == ("ok", "serving")
