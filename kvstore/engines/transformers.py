@@ -1,6 +1,8 @@
 """Hugging Face transformers: prefill a prompt with what the store has of it, and store the rest.
 
 lookup -> the plan's steps in order: load into a DynamicCache, or compute -> store -> report
+
+The store step may come first, as a promise that others can wait for: handover.py.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest, KVStoreError, SpecError
 from kvstore.core.plan import RECOMPUTE, PlanStep
 from kvstore.core.spec import KVSpec
+from kvstore.engines.handover import Announced
 from kvstore.engines.identity import check_plain, spec_of
 
 __all__ = ["Prefill", "block_reader", "cache_argument", "prefill_with_store", "spec_of"]
@@ -58,18 +61,22 @@ def prefill_with_store(
     deadline_seconds: float | None = None,
     hints: ReuseHints | None = None,
     store: bool = True,
+    announce: bool = False,
 ) -> Prefill:
     """Prefills one prompt: restores what the plan loads, computes the rest, stores new full blocks.
 
     `ids` are the prompt's token ids, [1, n] or [n]; `space` is an attachment of `spec_of(model)`.
-    With `chunk_tokens` it computes in calls of so many tokens. Whatever goes wrong with the store
-    costs time, never the result. Raises SpecError where the model's cache is not plain attention or
-    not what the space holds, InvalidRequest for an empty prompt or more than one.
+    With `chunk_tokens` it computes in calls of so many tokens. With `announce` it promises what it
+    will store before it computes, and stores it while the next call computes, for another engine
+    that waits for it. Whatever goes wrong with the store costs time, never the result. Raises
+    SpecError where the model's cache is not plain attention or not what the space holds,
+    InvalidRequest for an empty prompt or more than one.
     """
     return _Run(model, ids, space, chunk_tokens).prefill(
         {"adapter": adapter, "cache_salt": cache_salt, "request_id": request_id, "hints": hints},
         deadline_seconds,
         store,
+        announce,
     )
 
 
@@ -95,12 +102,30 @@ class _Run:
         self.caching = {cache_argument(model): self.cache}
         self.done = Prefill(None, self.cache, self.ids.shape[1])
         self.call_seconds = 0.0
+        self.announced: Announced | None = None
 
     def prefill(
-        self, prompt: dict[str, Any], deadline_seconds: float | None, store: bool
+        self, prompt: dict[str, Any], deadline_seconds: float | None, store: bool, announce: bool
     ) -> Prefill:
         began = perf_seconds()
         match = self._lookup(prompt, deadline_seconds)
+        known = 0 if match is None else match.matched_tokens // self.space.spec.block_size
+        if store and announce and match is not None:
+            self._announce(prompt, known)
+        try:
+            self._fill(match)
+        except BaseException:
+            if self.announced is not None:
+                self.announced.give_up()
+            raise
+        self.done.seconds = perf_seconds() - began
+        self.done.store_seconds = self.done.seconds - self.call_seconds
+        if store:
+            self._put(prompt, known)
+        return self.done
+
+    def _fill(self, match: Match | None) -> None:
+        """The cache, from the store as far as the match goes, and computed."""
         try:
             self._restore(match)
         finally:
@@ -108,12 +133,6 @@ class _Run:
                 match.release()
         self._compute(self.done.prompt_tokens)
         self._synchronize()
-        self.done.seconds = perf_seconds() - began
-        self.done.store_seconds = self.done.seconds - self.call_seconds
-        if store:
-            known = 0 if match is None else match.matched_tokens // self.space.spec.block_size
-            self._put(prompt, known)
-        return self.done
 
     def _lookup(self, prompt: dict[str, Any], deadline_seconds: float | None) -> Match | None:
         # The last token is computed always: its logits are what is wanted.
@@ -198,12 +217,25 @@ class _Run:
             self.call_seconds += seconds
             self.done.logits = output.logits[:, -1]
             self.done.computed_tokens += past - start
+            if self.announced is not None:
+                self.announced.computed(past)
             with suppress(KVStoreError):
                 clock = "device" if self.model.device.type == "cuda" else "wall"
                 self.space.report_step(seconds, [(past - start, start)], clock=clock)
 
+    def _announce(self, prompt: dict[str, Any], first_block: int) -> None:
+        read = block_reader(self.cache, self.space.spec)
+        with suppress(KVStoreError):  # what is not announced is put afterwards
+            self.announced = Announced(self.space, self.tokens, read, first_block, prompt)
+
     def _put(self, prompt: dict[str, Any], first_block: int) -> None:
         try:
+            if self.announced is not None:
+                with suppress(KVStoreError):
+                    self.done.put = self.announced.result()
+                if self.done.put is not None and not self.done.put.rejected:
+                    return
+            # Once more, after a promise that took too long: there may be room by now, too.
             self.done.put = self.space.put(
                 self.tokens, block_reader(self.cache, self.space.spec), first_block, **prompt
             )
