@@ -58,7 +58,7 @@ IMPORT_MAP: dict[str, set[str]] = {
         "events",
         "testing",
     },
-    "engines": {"core", "client", "engines"},
+    "engines": {"core", "client", "engines", "kernels"},
     "replay": REPLAY,
     "bench": {*REPLAY, "proto", "tiers", "locks", "bench"},
 }
