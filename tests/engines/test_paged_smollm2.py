@@ -1,4 +1,4 @@
-"""A real model over blocks of a real daemon, attended to where they lie, by reference and kernel."""
+"""A real model over blocks of a real daemon, attended to where they lie, two ways."""
 
 from __future__ import annotations
 
