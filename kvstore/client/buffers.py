@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvstore.core.errors import InvalidRequest
 
 _UINT8 = np.dtype(np.uint8)
 Buffers = Any  # one buffer of all blocks, or a sequence of one a block
-Blocks = Any  # the same, or a function from a position to its buffer
+Blocks = Any  # the same, a function from a position to its buffer, or a BlockSource
 
 
 def as_bytes(buffer: Any, what: str, writable: bool = False) -> np.ndarray:
@@ -47,6 +47,19 @@ def _tensor_bytes(tensor: Any, torch: Any, what: str) -> np.ndarray:
         )
     flat: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return flat
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """What a put takes blocks from, by their number in it."""
+
+    def block(self, i: int) -> np.ndarray:
+        """Bytes of the i-th block."""
+        ...
+
+    def read(self, i: int, target: np.ndarray) -> None:
+        """Copies the i-th block and the next ones into the rows of `target`."""
+        ...
 
 
 class BlockBuffers:

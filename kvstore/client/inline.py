@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from kvstore.client.buffers import BlockBuffers
+from kvstore.client.buffers import BlockBuffers, BlockSource
 from kvstore.client.match import Match
 from kvstore.client.put import WINDOW_BLOCKS, PutResult
 from kvstore.client.session import Attachment
@@ -56,7 +56,7 @@ def fetch_range(match: Match, blocks: range, target: BlockBuffers, timeout: floa
 
 
 def put(
-    attachment: Attachment, request: pb.ReserveRequest, blocks: BlockBuffers, count: int,
+    attachment: Attachment, request: pb.ReserveRequest, blocks: BlockSource, count: int,
     symbol_bytes: int, timeout: float,
 ) -> PutResult:  # fmt: skip
     """Sends `count` blocks from `request.first_block` on, a window at a time."""
@@ -85,7 +85,7 @@ def put(
 
 
 def _messages(
-    request: pb.ReserveRequest, blocks: BlockBuffers, indices: range, first: int, chunk: int
+    request: pb.ReserveRequest, blocks: BlockSource, indices: range, first: int, chunk: int
 ) -> Iterator[pb.PutInlineRequest]:
     yield pb.PutInlineRequest(reserve=request)
     for i in indices:

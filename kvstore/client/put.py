@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvstore.client.buffers import BlockBuffers, rows_at
+from kvstore.client.buffers import BlockSource, rows_at
 from kvstore.client.session import Attachment
 from kvstore.client.staging import StagingRange
 from kvstore.client.transport import CallTimeout, Disconnected, Pending
@@ -86,7 +86,7 @@ class Put:
     """One put over shared memory. `request` is its Reserve for the whole prompt."""
 
     def __init__(
-        self, attachment: Attachment, request: pb.ReserveRequest, blocks: BlockBuffers,
+        self, attachment: Attachment, request: pb.ReserveRequest, blocks: BlockSource,
         first_block: int, count: int, symbol_bytes: int, timeout: float,
     ) -> None:  # fmt: skip
         assert attachment.session.staging is not None

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvstore.client import inline
-from kvstore.client.buffers import BlockBuffers, Blocks, Buffers
+from kvstore.client.buffers import BlockBuffers, Blocks, BlockSource, Buffers
 from kvstore.client.link import Link
 from kvstore.client.located import Located
 from kvstore.client.match import Match
@@ -161,6 +161,24 @@ class Space:
         for blocks in located.inline:
             inline.fetch_range(match, blocks, target, self._link.timeouts.put_seconds)
 
+    def locate(self, match: Match, *, partial: bool = False) -> Located | None:
+        """Where the blocks that the plan loads lie, once all are in memory; None without pools.
+
+        For copies of the caller's own making, which count only if `match.check()` passes after
+        them. Raises, and shortens `match`, as `restore` does.
+        """
+        attachment = self._readable(match)
+        return self._place(match, partial) if match.block_count and attachment.pools else None
+
+    def fetch(self, match: Match, rows: np.ndarray, blocks: Sequence[range]) -> None:
+        """Has blocks sent that lie in no pool; `rows` has one for each block that is loaded."""
+        target = BlockBuffers(
+            rows, match.block_count, match.attachment.block_bytes, "rows",
+            match.ranges[0].start, writable=True,
+        )  # fmt: skip
+        for part in blocks:
+            inline.fetch_range(match, part, target, self._link.timeouts.put_seconds)
+
     def _readable(self, match: Match) -> Attachment:
         self._link.check_process()
         if match.block_count:
@@ -219,7 +237,8 @@ class Space:
         """Stores the full blocks of a prompt from `first_block` on.
 
         `blocks` holds their bytes: one contiguous buffer, a sequence of one buffer a block, or a
-        function from a block's position to its buffer, which is called for wanted blocks only.
+        function from a block's position to its buffer, which is called for wanted blocks only; or
+        a `BlockSource`.
         """
         attachment = self._link.attachment(self)
         request = pb.ReserveRequest(attachment=attachment.number, first_block=first_block)
@@ -228,7 +247,9 @@ class Space:
         if not 0 <= first_block <= stop:
             raise InvalidRequest(f"first_block is {first_block}; the prompt has {stop} full blocks")
         width, count = attachment.block_bytes, stop - first_block
-        source = BlockBuffers(blocks, count, width, "blocks", first_block)
+        source = blocks
+        if not isinstance(source, BlockSource):
+            source = BlockBuffers(blocks, count, width, "blocks", first_block)
         left_out = 0
         if prompt.ByteSize() > attachment.session.prompt_bytes:
             fit = fit_prompt(prompt, self.spec, attachment.session.prompt_bytes)

@@ -40,30 +40,30 @@ class Event:
     """A point in a stream's work."""
 
     def __init__(self, device: Device, timing: bool = False) -> None:
-        self._device = device
+        self.device = device
         self._handle = c_void_p()
         device.call("cuEventCreate", byref(self._handle), 0 if timing else EVENT_NO_TIMING)
 
     def done(self) -> bool:
         """Whether all work before the event has ended. Raises CudaError if that work failed."""
-        code = self._device.ask("cuEventQuery", self._handle)
+        code = self.device.ask("cuEventQuery", self._handle)
         if code not in (0, NOT_READY):
             raise CudaError("cuEventQuery", code, "an error of earlier work")
         return code == 0
 
     def synchronize(self) -> None:
         """Waits until all work before the event has ended; releases the GIL."""
-        self._device.call("cuEventSynchronize", self._handle)
+        self.device.call("cuEventSynchronize", self._handle)
 
     def seconds_since(self, earlier: Event) -> float:
         """Seconds between two timed events that are done."""
         milliseconds = c_float()
-        self._device.call("cuEventElapsedTime", byref(milliseconds), earlier._handle, self._handle)
+        self.device.call("cuEventElapsedTime", byref(milliseconds), earlier._handle, self._handle)
         return milliseconds.value / 1e3
 
     def __del__(self) -> None:
         if self._handle.value:
-            self._device.ask("cuEventDestroy_v2", self._handle)
+            self.device.ask("cuEventDestroy_v2", self._handle)
 
     @property
     def handle(self) -> c_void_p:

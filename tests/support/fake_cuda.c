@@ -2,7 +2,11 @@
 
    Work of a stream is queued and done in order. With FAKE_CUDA_LAZY set it is done only when
    somebody asks (synchronize, query), so that code which forgets to wait finds the old bytes.
-   FAKE_CUDA_FAIL=N makes copies fail from the Nth on; FAKE_CUDA_BYTES limits device memory. */
+   FAKE_CUDA_FAIL=N makes copies fail from the Nth on; FAKE_CUDA_BYTES limits device memory.
+   Registered host memory is kept account of: memory that is mapped read-only is refused without the
+   flag for it, and always with FAKE_CUDA_WRITABLE; with FAKE_CUDA_STRICT a batch may touch nothing
+   but device memory and single registrations, which is where copies are fast. FAKE_CUDA_SLOW=N
+   makes each registration take N milliseconds. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stddef.h>
@@ -26,11 +30,13 @@ typedef struct op { int kind; address target, source; size_t length; uint64_t va
 typedef struct stream { op *first, *last; } stream;
 typedef struct allocation { address base; size_t length; int file; int own;
                             struct allocation *next; } allocation;
+typedef struct registration { address base; size_t length; struct registration *next; } registration;
 typedef struct { int magic, pid, file; size_t length; char rest[64 - 24]; } ipc_handle;
 typedef struct { int order, source_type, source_id, target_type, target_id; unsigned flags; } attributes;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static allocation *allocations;
+static registration *registrations;
 static size_t used;
 static int broken, copies;
 static __thread int inside;
@@ -80,15 +86,20 @@ static int advance(stream *s) { /* 1: nothing is left */
   if (!s->first) s->last = NULL;
   return !s->first;
 }
+static stream usual; /* the default stream, whose handles are 0 and 1 */
 static void advance_all(void) {
-  for (int round = 0; round < 8; round++)
+  for (int round = 0; round < 8; round++) {
+    advance(&usual);
     for (int i = 0; i < stream_count; i++)
       if (streams[i]) advance(streams[i]);
+  }
 }
+
+static stream *named(stream *s) { return (uintptr_t)s <= 1 ? &usual : s; }
 
 static int push(stream *s, op with) {
   if (!inside) return 201; /* invalid context */
-  if (!s) return INVALID;
+  s = named(s);
   pthread_mutex_lock(&lock);
   op *added = malloc(sizeof(op));
   *added = with;
@@ -108,7 +119,7 @@ int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return OK; }
 int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, 0xA0 + device, 16); return OK; }
 int cuDeviceGetAttribute(int *value, int name, int device) {
   (void)device;
-  *value = name == 113;
+  *value = name == 113 && !getenv("FAKE_CUDA_WRITABLE");
   return OK;
 }
 int cuDevicePrimaryCtxRetain(handle *context, int device) {
@@ -170,11 +181,52 @@ int cuMemGetAddressRange_v2(address *base, size_t *length, address at) {
   if (length) *length = found->length;
   return OK;
 }
-int cuMemHostRegister_v2(void *at, size_t length, unsigned flags) {
-  (void)length; (void)flags;
-  return (uintptr_t)at % 4096 ? INVALID : OK;
+static int writable(address at) {
+  FILE *maps = fopen("/proc/self/maps", "r");
+  char line[512], may[5];
+  unsigned long from, to;
+  int found = 0;
+  while (maps && fgets(line, sizeof line, maps))
+    if (sscanf(line, "%lx-%lx %4s", &from, &to, may) == 3 && at >= from && at < to)
+      found = may[1] == 'w';
+  if (maps) fclose(maps);
+  return found;
 }
-int cuMemHostUnregister(void *at) { (void)at; return OK; }
+static int is_registered(address at, size_t length) {
+  for (registration *r = registrations; r; r = r->next)
+    if (at >= r->base && at + length <= r->base + r->length) return 1;
+  return 0;
+}
+int cuMemHostRegister_v2(void *at, size_t length, unsigned flags) {
+  usleep(1000 * setting("FAKE_CUDA_SLOW", 0));
+  if ((uintptr_t)at % 4096) return INVALID;
+  if (flags & 8 ? getenv("FAKE_CUDA_WRITABLE") != NULL : !writable((address)at)) return 801;
+  pthread_mutex_lock(&lock);
+  int again = 0;
+  for (registration *r = registrations; r; r = r->next)
+    again |= (address)at < r->base + r->length && r->base < (address)at + length;
+  if (!again) {
+    registration *added = malloc(sizeof(registration));
+    *added = (registration){(address)at, length, registrations};
+    registrations = added;
+  }
+  pthread_mutex_unlock(&lock);
+  return again ? 712 : OK; /* already registered */
+}
+int cuMemHostUnregister(void *at) {
+  int code = 713; /* not registered */
+  pthread_mutex_lock(&lock);
+  for (registration **r = &registrations; *r; r = &(*r)->next)
+    if ((*r)->base == (address)at) {
+      registration *gone = *r;
+      *r = gone->next;
+      free(gone);
+      code = OK;
+      break;
+    }
+  pthread_mutex_unlock(&lock);
+  return code;
+}
 int cuPointerGetAttribute(int *value, int name, address at) {
   if (!around(at)) return INVALID;
   *value = name == 10 && !getenv("FAKE_CUDA_VIRTUAL");
@@ -193,6 +245,10 @@ static int copy_batch(address *targets, address *sources, size_t *lengths, size_
     return INVALID;
   }
   int code = OK;
+  for (size_t i = 0; i < count && getenv("FAKE_CUDA_STRICT"); i++)
+    if ((!around(targets[i]) && !is_registered(targets[i], lengths[i])) ||
+        (!around(sources[i]) && !is_registered(sources[i], lengths[i])))
+      return INVALID;
   for (size_t i = 0; i < count && code == OK; i++)
     code = cuMemcpyAsync(targets[i], sources[i], lengths[i], s);
   return code;
@@ -226,6 +282,7 @@ int cuStreamDestroy_v2(stream *s) {
   return OK;
 }
 int cuStreamSynchronize(stream *s) {
+  s = named(s);
   for (;;) {
     pthread_mutex_lock(&lock);
     advance_all();
