@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
-from kvstore.client import KVClient, Space, StoreUnavailable
+from kvstore.client import KVClient, KVStoreError, Space, StoreUnavailable
 from kvstore.core.clock import perf_seconds
+
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
 
@@ -32,6 +35,7 @@ class Reach:
         self._space: Space | None = None
         self._next_try = -float("inf")
         self._closed = False
+        self._ended = threading.Event()
 
     def space(self) -> Space:
         """The space; raises StoreUnavailable, at once if it was tried a moment ago."""
@@ -44,6 +48,44 @@ class Reach:
             return self._space or self._try()
         finally:
             self._lock.release()
+
+    def start(self, in_background: bool = False) -> None:
+        """Attaches now, or on a thread as soon as a daemon answers; then `attached` is the space.
+
+        Raises what `space` does but StoreUnavailable; with `in_background` nothing, at once.
+        """
+        try:
+            if not in_background:
+                self.space()
+                return
+        except StoreUnavailable as error:
+            logger.warning("kvstore is not used for now: %s", error)
+        wait = 0.0 if in_background else self._retry_seconds
+        threading.Thread(
+            target=self._keep_trying, args=(wait,), name="kvstore-attach", daemon=True
+        ).start()
+
+    def _keep_trying(self, wait: float) -> None:
+        before = ""
+        while not self._ended.wait(wait):
+            wait = self._retry_seconds
+            try:
+                self.space()
+            except StoreUnavailable:
+                continue
+            except KVStoreError as error:
+                if str(error) != before:
+                    logger.error("kvstore is not used: %s", error)
+                before = str(error)
+            else:
+                logger.info("kvstore is used from now on")
+                return
+
+    @property
+    def attached(self) -> Space | None:
+        """The space if calls on it go through at the moment; never waits."""
+        space, client = self._space, self._client
+        return space if space is not None and client is not None and client.available else None
 
     def _try(self) -> Space:
         if self._closed or self._now() < self._next_try:
@@ -58,6 +100,7 @@ class Reach:
 
     def close(self) -> None:
         """Ends the session; later calls find no daemon."""
+        self._ended.set()
         with self._lock:
             self._closed, self._space = True, None
             client, self._client = self._client, None

@@ -1,0 +1,55 @@
+"""Settings of the connector: what may stand in vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvstore.core.errors import SpecError
+
+POLICY = "recompute"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`; seconds and bytes in plain numbers. Unknown names are refused.
+
+    `revision` is the weights' commit or digest, found out where it can be; `key_mode` is `tokens`
+    (blocks named by their token ids) or `external` (by vLLM's own block hashes).
+    """
+
+    address: str = ""
+    tenant: str = "default"
+    model: str = ""
+    revision: str = ""
+    key_mode: str = "tokens"
+    block_tokens: int = 0
+    call_timeout_seconds: float = 0.1
+    transfer_timeout_seconds: float = 5.0
+    retry_seconds: float = 5.0
+    save_queue_bytes: int = 256 << 20
+    hand_over_seconds: float = 2.0
+    tool_call_token_ids: tuple[int, ...] = ()
+    report_steps: bool = True
+
+
+def settings_of(transfer_config: Any) -> Settings:
+    """The settings of a `KVTransferConfig`; raises SpecError with the fix."""
+    try:
+        settings = msgspec.convert(transfer_config.kv_connector_extra_config or {}, Settings)
+    except msgspec.ValidationError as error:
+        names = ", ".join(Settings.__struct_fields__)
+        raise SpecError(f"kv_connector_extra_config: {error}; there are {names}") from None
+    if settings.key_mode not in ("tokens", "external"):
+        raise SpecError(f"key_mode is {settings.key_mode!r}; pass 'tokens' or 'external'")
+    for name in ("call_timeout_seconds", "transfer_timeout_seconds", "retry_seconds"):
+        if not 0 < getattr(settings, name) < 3600:
+            raise SpecError(f"{name} is {getattr(settings, name)}; pass seconds above 0")
+    if settings.save_queue_bytes < 0 or settings.hand_over_seconds < 0:
+        raise SpecError("save_queue_bytes and hand_over_seconds cannot be negative; pass 0 or more")
+    if transfer_config.kv_load_failure_policy != POLICY:
+        raise SpecError(
+            f"kv_load_failure_policy is {transfer_config.kv_load_failure_policy!r}, with which a "
+            f"request fails when the daemon dies; set it to {POLICY!r} in --kv-transfer-config"
+        )
+    return settings

@@ -1,0 +1,304 @@
+"""The worker side: loads between steps, saves after a step, and what steps took.
+
+load:  lookup (the scheduler side's lease) -> restore -> copy into vLLM's blocks -> check -> report
+save:  copy out of vLLM's blocks at the end of the step -> put, on a thread
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvstore.client import Space
+from kvstore.core.clock import perf_seconds
+from kvstore.core.errors import KVStoreError, StoreUnavailable
+from kvstore.engines.background import Background
+from kvstore.engines.vllm.engine import Rank, rank_of, reach_of, with_weights
+from kvstore.engines.vllm.messages import LoadJob, SaveJob, SpecMessage, StepMessage
+from kvstore.engines.vllm.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+LINK = "host>hbm"  # the copy from the store's memory into vLLM's blocks, wherever those lie
+LOAD_THREADS = 2
+CALLS_QUEUED = 256
+IDLE_WAIT_SECONDS = 0.005  # of a step without work, instead of asking again at once
+
+
+class WorkerSide:
+    """What the connector does in a worker process; steps call it from one thread."""
+
+    def __init__(self, config: Any, settings: Settings, kv_cache_config: Any) -> None:
+        self._config, self._settings, self._caches = config, settings, kv_cache_config
+        self._rank: Rank | None = None
+        self._weights = ""
+        self._saver = Background("kvstore-save", CALLS_QUEUED)
+        self._teller = Background("kvstore-tell", CALLS_QUEUED)
+        self._loads = Loads()
+        self._buffers = Buffers(settings.save_queue_bytes)
+        self._began: float | None = None
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Takes vLLM's KV caches; raises SpecError for those that cannot be moved."""
+        self._rank = rank_of(self._config, self._settings, self._caches, kv_caches)
+        self._attach()
+
+    def _attach(self, in_background: bool = False) -> None:
+        rank = self._rank
+        assert rank is not None
+        self._reach = reach_of(
+            self._config, self._settings, with_weights(rank.spec, self._weights), rank.shard
+        )
+        self._reach.start(in_background)
+
+    def spec_message(self) -> SpecMessage | None:
+        """What the scheduler side attaches with."""
+        rank = self._rank
+        if rank is None:
+            return None
+        return SpecMessage(msgspec.json.encode(rank.spec), rank.engine_block_size)
+
+    # ---- Of each step ----
+
+    def begin(self, message: StepMessage) -> None:
+        """A step begins; after new weights nothing of the old ones is taken any more."""
+        self._began = perf_seconds()
+        if message.weights != self._weights:
+            self._weights = message.weights
+            self._loads.forbid()
+            before = self._reach
+            self._attach(in_background=True)
+            if not self._saver.submit(before.close):
+                before.close()
+
+    def start_loads(self, message: StepMessage) -> None:
+        for job in message.loads:
+            self._loads.start(job, self._fetch)
+
+    def end_forward(self, message: StepMessage) -> None:
+        """The model has computed the step: its time is told, its full blocks are kept."""
+        if self._began is not None and (message.prefill or message.decode_tokens):
+            seconds, self._began = perf_seconds() - self._began, None
+            if self._rank is not None and self._rank.reports and self._settings.report_steps:
+                self._teller.submit(partial(self._report_step, message, seconds))
+        for job in message.saves:
+            self._save(job)
+
+    def results(self, message: StepMessage | None, finished: set[str]) -> Results:
+        """Loads that ended since the last step; a step without work waits a little for one."""
+        self._loads.cancel(finished)
+        wait = IDLE_WAIT_SECONDS if message is not None and message.is_idle else 0.0
+        return self._loads.take(wait)
+
+    def close(self) -> None:
+        self._loads.close()
+        if self._rank is not None:
+            limit = self._settings.transfer_timeout_seconds
+            self._saver.close(limit)
+            self._teller.close(0.1)
+            self._reach.close()
+
+    # ---- Loads, on their threads ----
+
+    def _fetch(self, job: LoadJob, load: Load) -> int:
+        """Copies the blocks of a job; answers with how many leading ones are right."""
+        rank, space = self._rank, self._reach.attached
+        if rank is None or space is None:
+            raise StoreUnavailable("the daemon is away; the blocks are recomputed")
+        match = space.lookup(
+            **job.looked_up.arguments(),  # type: ignore[arg-type]
+            local_tokens=job.local_tokens,
+            request_id=job.request_id,
+        )
+        with match:
+            began = perf_seconds()
+            views = space.restore(match, partial=True)
+            if not views or match.ranges[0].start != job.first:
+                return 0
+            views = views[: job.count]
+            for n, view in enumerate(views):
+                if load.is_cancelled:
+                    return 0
+                ids = [blocks[n] for blocks in _by_block(job, rank.blocks_each)]
+                rank.groups.write(ids, np.frombuffer(view, np.uint8))
+            match.check()
+            seconds = perf_seconds() - began
+            with suppress(KVStoreError):
+                size = len(views) * space.spec.block_bytes
+                space.report_transfer(LINK, size, seconds, match=match)
+        return len(views)
+
+    # ---- Saves ----
+
+    def _save(self, job: SaveJob) -> None:
+        """Copies blocks out of vLLM's memory now, as they may be another's after this step."""
+        rank, space = self._rank, self._reach.attached
+        if rank is None or space is None or job.hints.no_store:
+            return
+        taken: list[np.ndarray] = []
+        by_block = _by_block(job, rank.blocks_each)
+        for n in range(job.count):
+            buffer = self._buffers.take(rank.groups.block_bytes)
+            if buffer is None:
+                break
+            taken.append(buffer)
+            if not rank.groups.read([blocks[n] for blocks in by_block], buffer):
+                self._buffers.give_back([taken.pop()])
+                break
+        if taken and not self._saver.submit(partial(self._put, space, job, taken)):
+            self._buffers.give_back(taken)
+
+    def _put(self, space: Space, job: SaveJob, taken: list[np.ndarray]) -> None:
+        prompt = job.prompt.cut(job.first + len(taken), space.spec.block_size)
+        try:
+            space.put(
+                blocks=taken,
+                first_block=job.first,
+                request_id=job.request_id,
+                hints=job.hints,
+                **prompt.arguments(),  # type: ignore[arg-type]
+            )
+        except KVStoreError as error:
+            logger.debug("blocks of %s were not stored: %s", job.request_id, error)
+        finally:
+            self._buffers.give_back(taken)
+
+    def _report_step(self, message: StepMessage, seconds: float) -> None:
+        space, rank = self._reach.attached, self._rank
+        if space is None or rank is None:
+            return
+        with suppress(KVStoreError):
+            space.report_step(
+                seconds * rank.stage_count,
+                message.prefill,
+                decode_tokens=message.decode_tokens,
+                decode_context_tokens=message.decode_context_tokens,
+            )
+
+
+def _by_block(job: LoadJob | SaveJob, blocks_each: int) -> list[list[tuple[int, ...]]]:
+    """A job's engine block ids by group and store block."""
+    return [
+        [ids[n * blocks_each : (n + 1) * blocks_each] for n in range(job.count)]
+        for ids in job.block_ids
+    ]
+
+
+class Load:
+    """A load under way."""
+
+    def __init__(self, job: LoadJob) -> None:
+        self.job = job
+        self.is_cancelled = False
+
+
+class Results:
+    """Loads that ended: which requests, which of them in part, and blocks to compute after all."""
+
+    def __init__(self) -> None:
+        self.ended: set[str] = set()
+        self.failed: set[str] = set()
+        self.failed_blocks: set[int] = set()
+
+
+class Loads:
+    """Loads under way; each ends, whatever happens, in the results of some step."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load")
+        self._changed = threading.Condition()
+        self._under_way: dict[str, Load] = {}
+        self._results = Results()
+
+    def start(self, job: LoadJob, fetch: Any) -> None:
+        load = Load(job)
+        with self._changed:
+            self._under_way[job.request_id] = load
+        try:
+            self._threads.submit(self._run, load, fetch)
+        except RuntimeError:  # closed
+            self._end(load, 0)
+
+    def _run(self, load: Load, fetch: Any) -> None:
+        count = 0
+        try:
+            if not load.is_cancelled:
+                count = fetch(load.job, load)
+        except KVStoreError as error:
+            logger.info("%s computes what it was to load: %s", load.job.request_id, error)
+        except Exception:
+            logger.exception("%s computes what it was to load", load.job.request_id)
+        finally:
+            self._end(load, count)
+
+    def _end(self, load: Load, count: int) -> None:
+        job = load.job
+        with self._changed:
+            if load.is_cancelled:
+                count = 0
+            results = self._results
+            results.ended.add(job.request_id)
+            if count < job.count:
+                results.failed.add(job.request_id)
+                for ids in job.block_ids:
+                    each = len(ids) // job.count
+                    results.failed_blocks.update(i for i in ids[count * each :] if i)
+            if self._under_way.get(job.request_id) is load:
+                del self._under_way[job.request_id]
+            self._changed.notify_all()
+
+    def cancel(self, requests: set[str]) -> None:
+        """These are over: what is not copied yet need not be."""
+        if requests and self._under_way:
+            with self._changed:
+                for request in requests & self._under_way.keys():
+                    self._under_way[request].is_cancelled = True
+
+    def forbid(self) -> None:
+        """What is under way has failed, however it ends."""
+        with self._changed:
+            for load in self._under_way.values():
+                load.is_cancelled = True
+
+    def take(self, wait_seconds: float) -> Results:
+        """What ended since the last call."""
+        with self._changed:
+            if wait_seconds and self._under_way and not self._results.ended:
+                self._changed.wait(wait_seconds)
+            results, self._results = self._results, Results()
+            return results
+
+    def close(self) -> None:
+        self.forbid()
+        self._threads.shutdown(wait=True, cancel_futures=False)
+
+
+class Buffers:
+    """Memory for blocks on their way to the store, of so many bytes at most, and used again."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit, self._used = limit_bytes, 0
+        self._free: deque[np.ndarray] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> np.ndarray | None:
+        """A buffer, or None while too much is on its way."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._used + size > self._limit:
+                return None
+            self._used += size
+        return np.empty(size, np.uint8)
+
+    def give_back(self, buffers: list[np.ndarray]) -> None:
+        with self._lock:
+            self._free.extend(buffers)
