@@ -52,7 +52,16 @@ TARGETS = {
         "ttft_ratio_disk": ("<=", 0.15),
         "store_share": ("<=", 0.03),
     },
+    "quality": {
+        "int8_th_perplexity_ratio": ("<=", 1.005),
+        "int8_th_kl_mean": ("<=", 0.001),
+        "fp8_bh_perplexity_ratio": ("<=", 1.01),
+        "fp8_bh_kl_mean": ("<=", 0.005),
+        "int4_kivi_perplexity_ratio": ("<=", 1.05),
+        "int4_kivi_kl_mean": ("<=", 0.05),
+    },
 }
+NEED_MODEL = ("engine", "quality")
 HELP = {
     "restore": "Lookup and restore of 1 MiB blocks against a plain copy and an empty gRPC call.",
     "put": "Puts of 1 MiB blocks against a plain copy, one client and eight.",
@@ -64,6 +73,7 @@ HELP = {
     "predict": "What restores from disk were predicted to take against what they took.",
     "policies": "Policy saved_time against the better of lru and gdsf, cell by cell, simulated.",
     "engine": "First tokens of a small real model, from host and from disk, against all computed.",
+    "quality": "A small real model's predictions from quantised blocks against exact ones.",
 }
 path_option = click.option(
     "--path", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
@@ -107,7 +117,7 @@ OPTIONS = {
 def command(context: click.Context, as_json: bool, quick: bool) -> None:
     """Measure this store on this machine; without a name, all of it, one after the other.
 
-    All but `policies` start a daemon. Exit 1 if a byte that came back was wrong.
+    All but `policies` and `quality` start a daemon. Exit 1 if a byte that came back was wrong.
     """
     if context.invoked_subcommand is None:
         results = {}
@@ -121,13 +131,13 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
 
 
 def _measurable() -> list[str]:
-    """What can be measured here: `engine` needs a model, and says how to get it."""
+    """What can be measured here: some need a model, and say how to get it."""
     from kvstore.engines import smollm2
 
     if smollm2.is_there():
         return list(TARGETS)
-    click.echo("bench engine is left out; run: make smollm2", err=True)
-    return [name for name in TARGETS if name != "engine"]
+    click.echo(f"bench {' and '.join(NEED_MODEL)} are left out; run: make smollm2", err=True)
+    return [name for name in TARGETS if name not in NEED_MODEL]
 
 
 def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
@@ -140,6 +150,7 @@ def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
         policies,
         predict,
         put,
+        quality,
         restore,
         start,
     )  # fmt: skip
@@ -147,7 +158,7 @@ def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
     modules: dict[str, Any] = {
         "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
         "start": start, "decide": decide, "predict": predict, "policies": policies,
-        "engine": engine,
+        "engine": engine, "quality": quality,
     }  # fmt: skip
     return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 
@@ -165,6 +176,14 @@ def _show(name: str, result: dict[str, Any]) -> None:
     if "wrong_bytes" in result:
         rows.append(["wrong_bytes", f"{result['wrong_bytes']:,}", "<= 0", ""])
     print_table([f"bench {name}", "value", "target", "met"], rows)
+    if formats := result.get("formats"):
+        figures = list(max(formats.values(), key=len))
+        lines = [[key, *(_short(of.get(each)) for each in figures)] for key, of in formats.items()]
+        print_table(["format", *(each.replace("_", " ") for each in figures)], lines)
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _add(name: str) -> None:

@@ -34,6 +34,20 @@ def prefill_alone(model: Any, ids: Any) -> Prefill:
     return Prefill(logits, cache, count, computed_tokens=count, seconds=perf_seconds() - began)
 
 
+def predictions(model: Any, ids: Any, count: int) -> tuple[Any, Any]:
+    """(logits of the last `count` of ids [n] in one call, without a store; the cache of all)."""
+    import torch
+    from transformers import DynamicCache
+
+    tensor = torch.as_tensor(ids, device=model.device)[None]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        output = model(
+            tensor, use_cache=True, logits_to_keep=count, **{cache_argument(model): cache}
+        )
+    return output.logits[0], cache
+
+
 def decode(model: Any, prefill: Prefill, count: int, stop: Collection[int] = ()) -> Answer:
     """Up to `count` tokens after a prompt, the likeliest each; a token of `stop` ends it."""
     import torch

@@ -106,6 +106,29 @@ def quantising(read: Callable[[int], Any], spec: KVSpec) -> Callable[[int], Any]
     return quantised
 
 
+def rounding(read: Callable[[int], Any], spec: KVSpec, dtype: str) -> Callable[[int], Any]:
+    """A function that gives raw blocks with every value rounded to `dtype` and kept in the spec's.
+
+    What a model's KV is where an engine keeps it in fewer bits than it computes in.
+    """
+    import torch
+
+    def rounded(position: int) -> Any:
+        raw = torch.from_numpy(np.frombuffer(read(position), np.uint8).copy())
+        values = raw.view(getattr(torch, spec.dtype))
+        return values.to(getattr(torch, dtype)).to(values.dtype).view(torch.uint8).numpy().data
+
+    return rounded
+
+
+def context_from(read: Callable[[int], Any], count: int, spec: KVSpec) -> Context:
+    """The context in `count` blocks that a function gives by position, copied to one buffer."""
+    blocks = np.empty((count, spec.block_bytes), np.uint8)
+    for position, block in enumerate(blocks):
+        block[:] = np.frombuffer(read(position), np.uint8)
+    return context_of([block.data.toreadonly() for block in blocks], spec)
+
+
 def restore_in_place(space: Space, match: Match) -> Context:
     """Restores what the plan loads and names it where it lies.
 
