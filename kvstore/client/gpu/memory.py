@@ -116,8 +116,8 @@ def block_copies(parts: Parts, blocks: np.ndarray, to_blocks: bool = False) -> C
     inner = (blocks[:, None] + parts.offsets[None, :]).ravel()
     outer = parts.addresses.ravel()
     lengths = np.full(len(outer), parts.length, np.uint64)
-    pair = (inner, outer) if to_blocks else (outer, inner)
-    return Copies(*pair, lengths).merged()
+    copies = Copies(outer, inner, lengths)
+    return (copies.turned() if to_blocks else copies).merged()
 
 
 def layer_groups(layer_count: int, layer_bytes: int, block_count: int) -> list[range]:

@@ -104,9 +104,9 @@ class SavedBlocks:
         self._after, self._registered = after, registered
 
     def block(self, i: int) -> np.ndarray:
-        row = np.empty((1, self._block_bytes), np.uint8)
-        self._copy(i, row, None)
-        return row[0]
+        row = np.empty(self._block_bytes, np.uint8)
+        self._copy(i, row[None, :], None)
+        return row
 
     def read(self, i: int, target: np.ndarray) -> None:
         self._copy(i, target, self._registered())
