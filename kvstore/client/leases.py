@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 from kvstore.core.errors import LeaseLost
 
@@ -15,7 +16,9 @@ class Lease:
     it is never earlier.
     """
 
-    __slots__ = ("expires", "id", "lost", "renewed", "request_id", "ttl", "users")
+    __slots__ = (
+        "__weakref__", "expires", "id", "lost", "renewed", "request_id", "ttl", "users",
+    )  # fmt: skip
 
     def __init__(self, lease_id: int, request_id: str) -> None:
         self.id = lease_id
@@ -41,10 +44,14 @@ class Lease:
 
 
 class LeaseTable:
-    """The live leases of one session. Any thread may use it."""
+    """The live leases of one session. Any thread may use it.
+
+    It does not keep them alive: one that no match has any more, because an interrupt hit between
+    two lines, is renewed no longer, and ends by its time.
+    """
 
     def __init__(self) -> None:
-        self._leases: dict[int, Lease] = {}
+        self._leases: WeakValueDictionary[int, Lease] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -94,7 +101,7 @@ class LeaseTable:
                     lease.lost = reason
 
     def lose_all(self, reason: str) -> None:
-        self.lose(list(self._leases), reason)
+        self.lose(list(self._leases.keys()), reason)
 
     def finish(self, request_id: str) -> None:
         """The leases of a finished request ended with it."""

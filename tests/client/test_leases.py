@@ -202,3 +202,16 @@ def test_a_late_answer_does_not_end_a_lease_that_is_in_use(space, daemon, eventu
     space.lookup(TOKENS)
     assert match.lease.id not in daemon.released
     match.check()
+
+
+def test_a_lease_that_no_match_has_is_not_renewed(manual, daemon):
+    """I15: where an interrupt kept a match from being made, or ended, its lease runs out."""
+    _, clock, space = manual
+    space.put(TOKENS, BLOCKS)
+    match, leases = space.lookup(TOKENS), space._link.session().leases
+    forgotten = leases.hold(4711, "", clock.now(), 10.0)
+    clock.advance(4.0)
+    assert sorted(leases.due(clock.now(), 0.0)) == sorted([match.lease.id, 4711])
+    del forgotten
+    gc.collect()
+    assert leases.due(clock.now(), 0.0) == [match.lease.id]
