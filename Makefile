@@ -63,10 +63,10 @@ demo-engine: install smollm2 ## Let users chat with a small real model, with the
 	$(BIN)/kvstore demo --engine --report build/demo-engine.html
 
 test: install kernels-env engines-env ## The suite
-	$(BIN)/pytest -m "not long and not gpu"
+	$(BIN)/pytest -m "not long and not gpu and not vllm"
 
 test-long: install kernels-env engines-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
-	$(BIN)/pytest -m "long and not gpu"
+	$(BIN)/pytest -m "long and not gpu and not vllm"
 
 test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed
 	$(BIN)/pytest -n 2 -m "not gpu" tests/kernels

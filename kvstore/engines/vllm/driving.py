@@ -1,0 +1,150 @@
+"""A vLLM engine driven step by step in this process, with the store or without.
+
+For benchmarks, replays and tests: they need the time of each token, and to abort in the middle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.core.clock import perf_seconds
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's steps are this process's calls
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass
+class Ask:
+    """One prompt; `params` are its `kv_transfer_params`, `lora` is (name, number, path)."""
+
+    tokens: Sequence[int]
+    max_tokens: int = 8
+    salt: str = ""
+    params: dict[str, Any] | None = None
+    lora: tuple[str, int, str] | None = None
+    abort_after_steps: int = 0
+
+
+@dataclass
+class Outcome:
+    """What came of a prompt; seconds from when it was added to its first token, and between."""
+
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    ttft_seconds: float = 0.0
+    gaps_seconds: list[float] = field(default_factory=list)
+    params: dict[str, Any] | None = None
+    is_aborted: bool = False
+    finish_reason: str = ""
+
+
+def transfer_config(role: str = "kv_both", **settings: Any) -> Any:
+    """The `KVTransferConfig` that attaches to the store."""
+    from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
+
+    return KVTransferConfig(
+        kv_connector="KVStoreConnector",
+        kv_connector_module_path="kvstore.engines.vllm",
+        kv_role=role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=settings,
+    )
+
+
+class Drive:
+    """An engine of `model`; `transfer` is a `KVTransferConfig`, None for plain vLLM."""
+
+    def __init__(self, model: str, transfer: Any = None, **options: Any) -> None:
+        from vllm import LLM
+
+        self._numbers = itertools.count()
+        defaults = {
+            "max_model_len": 2048, "enforce_eager": True, "seed": 0, "dtype": "float32",
+            "enable_prefix_caching": True, "disable_log_stats": True,
+        }  # fmt: skip
+        self.llm = LLM(model=model, kv_transfer_config=transfer, **{**defaults, **options})
+        self.engine = self.llm.llm_engine
+
+    def run(
+        self, asks: Sequence[Ask], each_step: Callable[[int], None] | None = None
+    ) -> list[Outcome]:
+        """Answers these prompts together; `each_step` is called with the number of steps done."""
+        outcomes, names, added = {}, [], {}
+        for ask in asks:
+            name = f"r{next(self._numbers)}"
+            names.append(name)
+            outcomes[name], added[name] = Outcome(), perf_seconds()
+            self._add(name, ask)
+        last = dict(added)
+        aborts = {n: a.abort_after_steps for n, a in zip(names, asks, strict=True)}
+        steps = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                self._take(output, outcomes[output.request_id], added, last)
+            steps += 1
+            due = [n for n, after in aborts.items() if after == steps]
+            if due:
+                self.engine.abort_request(due)
+                for name in due:
+                    outcomes[name].is_aborted = True
+            if each_step is not None:
+                each_step(steps)
+        return [outcomes[name] for name in names]
+
+    def _add(self, name: str, ask: Ask) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+        extra = {"kv_transfer_params": ask.params} if ask.params else None
+        params = SamplingParams(
+            temperature=0, max_tokens=ask.max_tokens, ignore_eos=True, extra_args=extra
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
+        if ask.salt:
+            prompt["cache_salt"] = ask.salt
+        lora = LoRARequest(*ask.lora) if ask.lora else None
+        self.engine.add_request(name, prompt, params, lora_request=lora)
+
+    @staticmethod
+    def _take(
+        output: Any, outcome: Outcome, added: dict[str, float], last: dict[str, float]
+    ) -> None:
+        name, now = output.request_id, perf_seconds()
+        tokens = list(output.outputs[0].token_ids)
+        if len(tokens) > len(outcome.tokens):
+            if outcome.tokens:
+                outcome.gaps_seconds.append(now - last[name])
+            else:
+                outcome.ttft_seconds = now - added[name]
+            last[name] = now
+        outcome.tokens = tokens
+        outcome.cached_tokens = output.num_cached_tokens or 0
+        outcome.params = output.kv_transfer_params
+        outcome.finish_reason = output.outputs[0].finish_reason or ""
+
+    def forget_local(self) -> bool:
+        """Drops vLLM's own prefix cache, so that the next prompt has to come from the store."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def new_weights(self) -> bool:
+        """What vLLM does once its weights were changed."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def set_environment() -> None:
+    """Variables that vLLM reads when it is imported; those that are set stay."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
