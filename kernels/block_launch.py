@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore.kernels.dispatch import target_of
 from kvstore.kernels.engine_pool import EnginePool
 from kvstore.kernels.formats import (
     DTYPE_BYTES,
@@ -21,6 +22,8 @@ from kvstore.kernels.jit import blocks, int4
 COPY_WORDS = 2048
 TILE_VALUES = 4096
 CODES = {"int8_th": tl.int8, "fp8_bh": tl.float8e4nv, "int4_kivi": tl.int16}
+WITHOUT_FLOAT8 = ("sm_80",)
+"""Targets for which Triton has no e4m3: there codes are bytes, made and read by arithmetic."""
 
 
 class Variant(NamedTuple):
@@ -32,7 +35,7 @@ class Variant(NamedTuple):
     programs: int
 
 
-def variant(layout: BlockLayout, pages: int, to_store: bool) -> Variant:
+def variant(layout: BlockLayout, pages: int, to_store: bool, target: str) -> Variant:
     """The variant that moves blocks of this layout from or to `pages` pages each.
 
     int4_kivi has another for V, of the same constants but VALUES.
@@ -51,7 +54,12 @@ def variant(layout: BlockLayout, pages: int, to_store: bool) -> Variant:
         common["SCALE_MIN"] = SCALE_MIN
     if layout.kv_format == "int4_kivi":
         return _int4(layout, common, to_store)
-    return _rows(layout, common, to_store)
+    return _rows(layout, common, to_store, target)
+
+
+def by_bits(layout: BlockLayout, target: str) -> bool:
+    """Whether codes are e4m3 and the chip has no such type."""
+    return layout.kv_format == "fp8_bh" and target in WITHOUT_FLOAT8
 
 
 def _copy(layout: BlockLayout, common: dict[str, Any], to_store: bool) -> Variant:
@@ -65,12 +73,14 @@ def _copy(layout: BlockLayout, common: dict[str, Any], to_store: bool) -> Varian
     return Variant(blocks.copy_rows, constants, 8 if block == COPY_WORDS else 4, parts)
 
 
-def _rows(layout: BlockLayout, common: dict[str, Any], to_store: bool) -> Variant:
+def _rows(layout: BlockLayout, common: dict[str, Any], to_store: bool, target: str) -> Variant:
     padded = triton.next_power_of_2(layout.head_dim)
     by_head = to_store and layout.kv_format == "fp8_bh"
     most = layout.block_size if by_head else layout.rows
     rows = min(max(1, TILE_VALUES // padded), triton.next_power_of_2(most))
     constants = common | {"KV": layout.kv_factor, "DP": padded, "ROWS": rows}
+    if layout.kv_format == "fp8_bh" or not to_store:
+        constants["BITS"] = by_bits(layout, target)
     if by_head:
         return Variant(blocks.quantize_fp8, constants, 4, layout.num_kv_heads)
     parts = triton.cdiv(layout.rows, rows)
@@ -104,7 +114,8 @@ def launch(
     to_store: bool,
 ) -> None:
     """Starts the kernel on the current stream; arguments are checked already."""
-    chosen = variant(layout, pool.pages_per_block(layout), to_store)
+    target = target_of(store.device)
+    chosen = variant(layout, pool.pages_per_block(layout), to_store, target)
     grid = (len(slots) * chosen.programs, len(layers) * layout.kv_factor)
     offsets = pool.offsets[layers.start * layout.kv_factor :]
     steps = _steps(pool, store, layout, layers)
@@ -115,7 +126,9 @@ def launch(
             **chosen.constants, num_warps=chosen.num_warps,
         )  # fmt: skip
         return
-    codes = triton.reinterpret(store, CODES[layout.kv_format])
+    codes = triton.reinterpret(
+        store, tl.int8 if by_bits(layout, target) else CODES[layout.kv_format]
+    )
     scales = triton.reinterpret(store, tl.bfloat16)
     tensors = (pool.first, offsets, pages, codes, scales, slots)
     at = [layout.scale_offset(kv) // SCALE_BYTES for kv in range(layout.kv_factor)]

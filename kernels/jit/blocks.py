@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvstore.kernels.jit.e4m3 import e4m3_codes, e4m3_values
+
 WORDS = tl.constexpr(2)  # 8-byte words in 16 bytes
 # Multiplied by a constant before use, so that nothing is gained from a variant for a value.
 PLAIN = (
@@ -109,8 +111,12 @@ def quantize_fp8(
     KV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr, PAGES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, HND: tl.constexpr, ROWS: tl.constexpr, SCALE_MIN: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a head to e4m3 codes under one bfloat16 scale; reads twice past ROWS tokens."""
+    """All tokens of a head to e4m3 codes under one bfloat16 scale; reads twice past ROWS tokens.
+
+    BITS: codes are made by arithmetic and are bytes, where the chip has no float8.
+    """
     i = tl.program_id(0) // HEADS
     h = tl.program_id(0) % HEADS
     part = tl.program_id(1)
@@ -141,7 +147,10 @@ def quantize_fp8(
             at = (offset + at) * UNIT
             x = tl.load(pool_ptr + at[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
         to = begin + (t * token_row + h * head_row)[:, None] + d[None, :]
-        tl.store(code_ptr + to, (x * inverse).to(tl.float8e4nv), mask=mask)
+        if BITS:
+            tl.store(code_ptr + to, e4m3_codes(x * inverse), mask=mask)
+        else:
+            tl.store(code_ptr + to, (x * inverse).to(tl.float8e4nv), mask=mask)
     at = layer * 8 + scale_offset + (part % KV) * scale_kv_stride
     tl.store(scale_ptr + at + h, scale)
 
@@ -154,8 +163,12 @@ def dequantize_rows(
     PARTS: tl.constexpr, KV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr, PAGES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, HND: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """int8 codes (a scale a row: BY_TOKEN) or e4m3 codes (a scale a head) to an engine's rows."""
+    """int8 codes (a scale a row: BY_TOKEN) or e4m3 codes (a scale a head) to an engine's rows.
+
+    BITS: e4m3 codes are bytes, and values are made by arithmetic.
+    """
     i = tl.program_id(0) // PARTS
     row = (tl.program_id(0) % PARTS) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
@@ -176,7 +189,8 @@ def dequantize_rows(
     else:
         at += h
     scale = tl.load(scale_ptr + at, mask=live, other=0.0).to(tl.float32)
-    x = (code.to(tl.float32) * scale[:, None]).to(pool_ptr.dtype.element_ty)
+    x = e4m3_values(code.to(tl.int32)) if BITS else code.to(tl.float32)
+    x = (x * scale[:, None]).to(pool_ptr.dtype.element_ty)
     offset = tl.load(offset_ptr + part)
     at = _page_offset(page_ptr, i, t, live, page_stride, token_stride, PAGES, PAGE_TOKENS)
     at = (offset + at + h.to(tl.int64) * head_stride) * UNIT

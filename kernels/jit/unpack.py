@@ -13,6 +13,8 @@ conversions, which run at a fraction of that rate: 0x4300 | x is 128 + x in bflo
 import triton
 import triton.language as tl
 
+from kvstore.kernels.jit.e4m3 import e4m3_values
+
 # Bodies of functions of x, two words, to y, two values. The code is in the low bits of each word,
 # in fp8_bh in its high byte, or in bits 4 to 7 ("high").
 _BODIES = {
@@ -89,7 +91,7 @@ def part(words, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, A
         if FORMAT == "int8_th":
             values = ((bits << (24 - 8 * PART)) >> 24).to(tl.float32)
         elif FORMAT == "fp8_bh":
-            values = _fp8_values(bits >> (8 * PART))
+            values = e4m3_values(bits >> (8 * PART))
         else:
             values = (((bits >> (4 * PART)) & 15) - 8).to(tl.float32)
         return (values / factor(FORMAT, DTYPE)).to(DTYPE)
@@ -99,10 +101,3 @@ def part(words, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, A
 def factor(FORMAT, DTYPE):
     """What values of `part` must be multiplied by: a power of two, which scales take in."""
     return 256.0 if FORMAT == "fp8_bh" and str(DTYPE) == "fp16" else 1.0
-
-
-@triton.jit
-def _fp8_values(bits):
-    """e4m3 in float32: exponent and mantissa in place, 2**120 for the biases (127 and 7)."""
-    moved = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
-    return moved.to(tl.float32, bitcast=True) * 1.329227995784916e36

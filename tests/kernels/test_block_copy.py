@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.kernels import block_launch
 from kvstore.kernels.block_copy import gather_blocks, scatter_blocks
 from kvstore.kernels.engine_pool import EnginePool
 from kvstore.kernels.formats import FORMATS, BlockLayout
+from kvstore.kernels.jit.probe import probe_e4m3
 from kvstore.kernels.quantize import dequantize_blocks, quantize_blocks
 from kvstore.kernels.views import DTYPES, layer_views
 
@@ -143,6 +145,35 @@ def test_kernels_equal_the_reference(
     layout = layout_for(kind, kv_format, width, block_size=tokens, dtype=dtype, order=order)
     page = 1 if kind == "sglang" else tokens
     check_against_reference(kind, layout, page, range(1, 2) if tokens == 32 else None)
+
+
+@pytest.mark.parametrize(("kind", "width", "tokens", "dtype", "order"), [
+    ("vllm_hnd", 64, 16, "bfloat16", "NHD"),
+    ("blocks", 128, 16, "float16", "HND"),
+    ("sglang", 80, 16, "float32", "NHD"),
+])  # fmt: skip
+def test_chips_without_float8_make_the_same_codes(
+    monkeypatch: pytest.MonkeyPatch, kind: str, width: int, tokens: int, dtype: str, order: str
+) -> None:
+    """e4m3 by arithmetic, as on sm_80: blocks and rows that come back are the reference's bits."""
+    monkeypatch.setattr(block_launch, "WITHOUT_FLOAT8", ("cpu",))
+    layout = layout_for(kind, "fp8_bh", width, block_size=tokens, dtype=dtype, order=order)
+    check_against_reference(kind, layout, 1 if kind == "sglang" else tokens, None)
+
+
+def test_e4m3_by_arithmetic_is_torchs() -> None:
+    """Every code, the middle between any two and its neighbours, and far more: torch's own bits."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    bits = torch.cat([codes, middles]).view(torch.int32)
+    near = torch.cat([bits, bits + 1, (bits - 1).clamp_min(0)]).view(torch.float32)
+    spread = torch.logspace(-50, 12, 8192 - 2 * len(near), base=2.0)
+    x = torch.cat([near, -near, spread])
+    made, back = torch.empty(8192, dtype=torch.int8), torch.empty(8192)
+    probe_e4m3[(1,)](x, made, back, N=8192)
+    wanted = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    assert torch.equal(made.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(back, wanted.float())
 
 
 @pytest.mark.long
