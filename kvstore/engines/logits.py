@@ -21,6 +21,8 @@ class LogitErrors:
     kl_sum: float = 0.0
     kl_max: float = 0.0
     loss_sum: float = 0.0
+    more_loss_sum: float = 0.0
+    more_loss_squares: float = 0.0
     same: int = 0
 
     def add(self, found: Any, exact: Any, following: Any) -> None:
@@ -39,12 +41,27 @@ class LogitErrors:
         self.kl_max = max(self.kl_max, float(kl.max()))
         chosen = torch.as_tensor(following, device=ours.device)[:, None]
         self.loss_sum -= float(ours.gather(1, chosen).sum())
+        more_loss = (theirs - ours).gather(1, chosen)
+        self.more_loss_sum += float(more_loss.sum())
+        self.more_loss_squares += float((more_loss**2).sum())
         self.same += int((found.argmax(1) == exact.argmax(1)).sum())
 
     @property
     def perplexity(self) -> float:
         """exp of the mean negative log-likelihood of the tokens that followed."""
         return math.exp(self.loss_sum / self.positions)
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity over that of the exact logits."""
+        return math.exp(self.more_loss_sum / self.positions)
+
+    @property
+    def perplexity_ratio_error(self) -> float:
+        """The ratio's standard error, with each token's loss taken as independent of the others."""
+        mean = self.more_loss_sum / self.positions
+        variance = max(0.0, self.more_loss_squares / self.positions - mean**2)
+        return self.perplexity_ratio * math.sqrt(variance / self.positions)
 
     def figures(self) -> dict[str, float]:
         """Means and largest values; raises ZeroDivisionError if nothing was added."""
@@ -55,4 +72,6 @@ class LogitErrors:
             "kl_max": self.kl_max,
             "same_top_token_share": self.same / self.positions,
             "perplexity": self.perplexity,
+            "perplexity_ratio": self.perplexity_ratio,
+            "perplexity_ratio_error": self.perplexity_ratio_error,
         }

@@ -34,6 +34,8 @@ def test_figures_follow_their_formulas() -> None:
             "kl_max": kl,
             "same_top_token_share": 0.5,
             "perplexity": math.exp(-(math.log(0.5) + math.log(0.1)) / 2),
+            "perplexity_ratio": math.sqrt(0.25 / 0.5),
+            "perplexity_ratio_error": math.sqrt(0.5) * math.log(2) / 2 / math.sqrt(2),
         },
         rel=1e-6,
     )
@@ -65,7 +67,8 @@ def test_every_format_of_a_random_model(capsys: pytest.CaptureFixture[str]) -> N
     assert means == sorted(means)
     assert formats["int8_th"]["block_size_ratio"] == pytest.approx(0.5 + 2 / 128)
     ratio = formats["int4_kivi"]["perplexity"] / formats["exact"]["perplexity"]
-    assert result["int4_kivi_perplexity_ratio"] == ratio
+    assert result["int4_kivi_perplexity_ratio"] == pytest.approx(ratio)
+    assert 0 < formats["int4_kivi"]["perplexity_ratio_error"] < 0.1
     _show("quality", result)
     assert "int4_kivi" in capsys.readouterr().out
 
