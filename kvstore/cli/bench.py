@@ -52,6 +52,11 @@ TARGETS = {
         "ttft_ratio_disk": ("<=", 0.15),
         "store_share": ("<=", 0.03),
     },
+    "overhead": {
+        "throughput_ratio": (">=", 0.97),
+        "tpot_ratio": ("<=", 1.03),
+        "ttft_ratio_warm": ("<=", 0.25),
+    },
     "quality": {
         "int8_th_perplexity_ratio": ("<=", 1.005),
         "int8_th_kl_mean": ("<=", 0.001),
@@ -61,7 +66,7 @@ TARGETS = {
         "int4_kivi_kl_mean": ("<=", 0.05),
     },
 }
-NEED_MODEL = ("engine", "quality")
+NEED_MODEL = ("engine", "overhead", "quality")
 HELP = {
     "restore": "Lookup and restore of 1 MiB blocks against a plain copy and an empty gRPC call.",
     "put": "Puts of 1 MiB blocks against a plain copy, one client and eight.",
@@ -73,6 +78,7 @@ HELP = {
     "predict": "What restores from disk were predicted to take against what they took.",
     "policies": "Policy saved_time against the better of lru and gdsf, cell by cell, simulated.",
     "engine": "First tokens of a small real model, from host and from disk, against all computed.",
+    "overhead": "vLLM with the store against vLLM without: prompts anew, restored, and the others.",
     "quality": "A small real model's predictions from quantised blocks against exact ones.",
 }
 path_option = click.option(
@@ -131,11 +137,12 @@ def command(context: click.Context, as_json: bool, quick: bool) -> None:
 
 
 def _measurable() -> list[str]:
-    """What can be measured here: some need a model, and say how to get it."""
+    """What can be measured here: some need a model, or vLLM, and say how to get it."""
     from kvstore.engines import smollm2
+    from kvstore.engines.vllm import process
 
     if smollm2.is_there():
-        return list(TARGETS)
+        return [name for name in TARGETS if name != "overhead" or process.is_there()]
     click.echo(f"bench {' and '.join(NEED_MODEL)} are left out; run: make smollm2", err=True)
     return [name for name in TARGETS if name not in NEED_MODEL]
 
@@ -147,6 +154,7 @@ def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
         engine,
         lookup,
         memory,
+        overhead,
         policies,
         predict,
         put,
@@ -158,7 +166,7 @@ def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
     modules: dict[str, Any] = {
         "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
         "start": start, "decide": decide, "predict": predict, "policies": policies,
-        "engine": engine, "quality": quality,
+        "engine": engine, "overhead": overhead, "quality": quality,
     }  # fmt: skip
     return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 
@@ -177,7 +185,7 @@ def _show(name: str, result: dict[str, Any]) -> None:
         rows.append(["wrong_bytes", f"{result['wrong_bytes']:,}", "<= 0", ""])
     print_table([f"bench {name}", "value", "target", "met"], rows)
     if formats := result.get("formats"):
-        figures = list(max(formats.values(), key=len))
+        figures = list(max(formats.values(), key=lambda each: len(each)))
         lines = [[key, *(_short(of.get(each)) for each in figures)] for key, of in formats.items()]
         print_table(["format", *(each.replace("_", " ") for each in figures)], lines)
 

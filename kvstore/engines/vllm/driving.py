@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,17 @@ ENVIRONMENT = {
 
 @dataclass
 class Ask:
-    """One prompt; `params` are its `kv_transfer_params`, `lora` is (name, number, path)."""
+    """One prompt; `params` are its `kv_transfer_params`, `lora` is (name, number, path).
+
+    It is added once `after_steps` steps are done, and aborted `abort_after_steps` steps later.
+    """
 
     tokens: Sequence[int]
     max_tokens: int = 8
     salt: str = ""
     params: dict[str, Any] | None = None
     lora: tuple[str, int, str] | None = None
+    after_steps: int = 0
     abort_after_steps: int = 0
 
 
@@ -61,6 +65,53 @@ def transfer_config(role: str = "kv_both", **settings: Any) -> Any:
     )
 
 
+class _Run:
+    """Prompts that are answered together, and where they are."""
+
+    def __init__(self, asks: dict[str, Ask]) -> None:
+        self.asks = asks
+        self.outcomes = {name: Outcome() for name in asks}
+        self.waiting = list(asks)
+        self._steps = 0
+        self._added: dict[str, tuple[int, float]] = {}
+        self._last: dict[str, float] = {}
+
+    def due(self, is_idle: bool) -> list[str]:
+        """Prompts whose step has come; the next one, too, if there is nothing else to do."""
+        due = [n for n in self.waiting if self.asks[n].after_steps <= self._steps]
+        due = due or (self.waiting[:1] if is_idle else [])
+        for name in due:
+            self.waiting.remove(name)
+            self._added[name] = (self._steps, perf_seconds())
+        return due
+
+    def take(self, output: Any) -> None:
+        """Notes what a step gave for a prompt."""
+        name, now = output.request_id, perf_seconds()
+        outcome, tokens = self.outcomes[name], list(output.outputs[0].token_ids)
+        if len(tokens) > len(outcome.tokens):
+            if outcome.tokens:
+                outcome.gaps_seconds.append(now - self._last[name])
+            else:
+                outcome.ttft_seconds = now - self._added[name][1]
+            self._last[name] = now
+        outcome.tokens = tokens
+        outcome.cached_tokens = output.num_cached_tokens or 0
+        outcome.params = output.kv_transfer_params
+        outcome.finish_reason = output.outputs[0].finish_reason or ""
+
+    def aborted(self) -> list[str]:
+        """One more step is done; prompts that are to be aborted after it."""
+        self._steps += 1
+        names = []
+        for name, (step, _) in self._added.items():
+            after = self.asks[name].abort_after_steps
+            if after and step + after == self._steps:
+                names.append(name)
+                self.outcomes[name].is_aborted = True
+        return names
+
+
 class Drive:
     """An engine of `model`; `transfer` is a `KVTransferConfig`, None for plain vLLM."""
 
@@ -75,31 +126,19 @@ class Drive:
         self.llm = LLM(model=model, kv_transfer_config=transfer, **{**defaults, **options})
         self.engine = self.llm.llm_engine
 
-    def run(
-        self, asks: Sequence[Ask], each_step: Callable[[int], None] | None = None
-    ) -> list[Outcome]:
-        """Answers these prompts together; `each_step` is called with the number of steps done."""
-        outcomes, names, added = {}, [], {}
-        for ask in asks:
-            name = f"r{next(self._numbers)}"
-            names.append(name)
-            outcomes[name], added[name] = Outcome(), perf_seconds()
-            self._add(name, ask)
-        last = dict(added)
-        aborts = {n: a.abort_after_steps for n, a in zip(names, asks, strict=True)}
-        steps = 0
-        while self.engine.has_unfinished_requests():
+    def run(self, asks: Sequence[Ask]) -> list[Outcome]:
+        """Answers these prompts together."""
+        names = [f"r{next(self._numbers)}" for _ in asks]
+        run = _Run(dict(zip(names, asks, strict=True)))
+        while self.engine.has_unfinished_requests() or run.waiting:
+            for name in run.due(not self.engine.has_unfinished_requests()):
+                self._add(name, run.asks[name])
             for output in self.engine.step():
-                self._take(output, outcomes[output.request_id], added, last)
-            steps += 1
-            due = [n for n, after in aborts.items() if after == steps]
-            if due:
-                self.engine.abort_request(due)
-                for name in due:
-                    outcomes[name].is_aborted = True
-            if each_step is not None:
-                each_step(steps)
-        return [outcomes[name] for name in names]
+                run.take(output)
+            aborted = run.aborted()
+            if aborted:
+                self.engine.abort_request(aborted)
+        return [run.outcomes[name] for name in names]
 
     def _add(self, name: str, ask: Ask) -> None:
         from vllm import SamplingParams
@@ -114,23 +153,6 @@ class Drive:
             prompt["cache_salt"] = ask.salt
         lora = LoRARequest(*ask.lora) if ask.lora else None
         self.engine.add_request(name, prompt, params, lora_request=lora)
-
-    @staticmethod
-    def _take(
-        output: Any, outcome: Outcome, added: dict[str, float], last: dict[str, float]
-    ) -> None:
-        name, now = output.request_id, perf_seconds()
-        tokens = list(output.outputs[0].token_ids)
-        if len(tokens) > len(outcome.tokens):
-            if outcome.tokens:
-                outcome.gaps_seconds.append(now - last[name])
-            else:
-                outcome.ttft_seconds = now - added[name]
-            last[name] = now
-        outcome.tokens = tokens
-        outcome.cached_tokens = output.num_cached_tokens or 0
-        outcome.params = output.kv_transfer_params
-        outcome.finish_reason = output.outputs[0].finish_reason or ""
 
     def forget_local(self) -> bool:
         """Drops vLLM's own prefix cache, so that the next prompt has to come from the store."""
