@@ -105,6 +105,7 @@ class PagedDecoder:
         at = self._torch.arange(stop - len(k), stop, device=k.device)
         block, row = at // self.layout.block_size, at % self.layout.block_size
         views = self._own.layers[number]
+        assert views.v is not None, "the model's check says that there are K and V"
         views.k[block, row], views.v[block, row] = k, v
 
     def _attend(self, number: int, q: Any, scale: float) -> Any:
@@ -160,12 +161,14 @@ def _check_model(model: Any, layout: Any) -> None:
         raise SpecError(f"{type(model).__name__} is no Llama; use kvstore.engines.transformers")
     config, layers = model.config, check_plain(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    ours = (layers, config.num_key_value_heads, config.head_dim, dtype)
-    theirs = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype)
+    ours = (layers, 2, config.num_key_value_heads, config.head_dim, dtype)
+    theirs = (
+        layout.num_layers, layout.kv_factor, layout.num_kv_heads, layout.head_dim, layout.dtype,
+    )  # fmt: skip
     if ours != theirs:
         raise SpecError(
-            f"the spec has (layers, KV heads, head_dim, dtype) {theirs}, the model {ours}; make it "
-            "with spec_of(model)"
+            f"the spec has (layers, kv_factor, KV heads, head_dim, dtype) {theirs}, the model "
+            f"{ours}; make it with spec_of(model)"
         )
 
 

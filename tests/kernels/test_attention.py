@@ -32,6 +32,20 @@ EXTEND = pairwise(
         "new": (2, 20),
     }
 )
+SHAPES = pairwise(
+    {
+        "head_dim": (64, 80, 96, 128),
+        "kv_format": FORMATS,
+        "block_size": (16, 32, 64, 128),
+        "order": ("NHD", "HND"),
+        "dtype": ("bfloat16", "float16", "float32"),
+        "group": (2, 16),
+        "new": (1, 3),
+        "lens": ((16,), (33,)),
+        "num_kv_heads": (1,),
+        "num_splits": (1,),
+    }
+)
 SIZES = [
     Case(head_dim=80, lens=(33,), kv_format="int4_kivi"),
     Case(head_dim=96, lens=(33,), kv_format="fp8_bh"),
@@ -54,6 +68,13 @@ def test_decode_equals_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", spread(EXTEND))
 def test_extend_equals_the_reference(case: Case) -> None:
     """New tokens attend causally to what is before them, in every format, NaN all around."""
+    check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_every_shape_in_every_format(case: Case) -> None:
+    """Sizes of heads and blocks meet formats, orders, types and groups, in decode and extend."""
     check(case)
 
 
