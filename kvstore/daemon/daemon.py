@@ -22,6 +22,7 @@ from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
 from kvstore.daemon.clock_watch import ClockWatch
 from kvstore.daemon.journal import JournalFile
+from kvstore.daemon.service_manager import ServiceManager
 from kvstore.daemon.tiers import (
     ProblemLog,
     call_within,
@@ -91,6 +92,7 @@ class Daemon:
         self._ticks = 0
         self._locks: list[FileLock] = []
         self._problems = ProblemLog()
+        self._manager = ServiceManager(os.environ)
 
     async def run(self) -> None:
         """Serves until drained or stopped. Raises ConfigError, TierError or AlreadyRunning."""
@@ -105,11 +107,13 @@ class Daemon:
             self._handle_signals()
             self.state = "serving"
             _log.info("serving on %s", self.config.server.socket)
+            self._manager.ready(f"serving on {self.config.server.socket}")
             await self._stop.wait()
         finally:
             await self._close()
             if watch is not None:
                 watch.stop()
+            self._manager.close()
 
     def _lock(self) -> None:
         config = self.config
@@ -215,6 +219,7 @@ class Daemon:
         """Every 50 ms: what is over by time ends, gauges follow, a drain may be over."""
         assert self.store is not None
         self._last_tick = self.clock.now()
+        self._manager.beat(self._last_tick)
         self.store.tick()
         self._ticks += 1
         if self._ticks % GAUGE_TICKS == 0:
@@ -266,6 +271,8 @@ class Daemon:
                 shadow.saved_seconds_per_second,
             )  # fmt: skip
         self._problems.tell_policy(view.policy, view.policy_reason)
+        if self.state == "serving":
+            self._manager.status(view.reason or f"serving on {self.config.server.socket}")
         for link in self._links:
             self.metrics.set_queue(link, self._mover.queued_bytes(link))
 
@@ -275,11 +282,15 @@ class Daemon:
         if self._reload is None:
             _log.warning("there is no configuration file to read again")
             return
+        self._manager.reloading(self.clock.now())
         try:
-            config = self._reload()
+            self._take(self._reload())
         except ConfigError as error:
             _log.error("the configuration was not reloaded: %s", error)
-            return
+        self._manager.ready(f"serving on {self.config.server.socket}")
+
+    def _take(self, config: Config) -> None:
+        assert self.store is not None
         if config.policy.eviction != self.store.shadowing.guard.configured:
             self.store.set_policy(config.policy.eviction)
         self._take_quotas(config)
@@ -313,10 +324,12 @@ class Daemon:
         self._free_pool = self._free_pool or free
         self._drain_until = self.clock.now() + deadline_seconds
         self._draining_task = self._loop.create_task(self._grpc.set_serving(False))
+        self._manager.stopping(f"draining for at most {deadline_seconds:.1f} s")
         _log.info("draining for at most %.1f s", deadline_seconds)
 
     async def _close(self) -> None:
         served, self.state = self.state != "starting", "draining"
+        self._manager.stopping("closing")
         if hasattr(self, "_lane"):
             await self._lane.close()
             await self._grpc.stop(0.5)
