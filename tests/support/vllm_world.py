@@ -16,13 +16,22 @@ def tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
     """A random Llama of four layers, written once; another seed has other weights."""
     place = directory / f"tiny-{seed}-{'-'.join(f'{k}={v}' for k, v in sorted(changes.items()))}"
     if not place.exists():
-        code = "import sys; import vllm_tiny; vllm_tiny.make(*sys.argv[1:])"
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-        subprocess.run(
-            [sys.executable, "-c", code, str(place), str(seed), json.dumps(changes)],
-            check=True, env=environ, timeout=120,
-        )  # fmt: skip
+        _write("make", str(place), str(seed), json.dumps(changes))
     return place
+
+
+def tiny_adapter(directory: Path, seed: int) -> Path:
+    """A random LoRA adapter for the tiny Llama; another seed has other weights."""
+    place = directory / f"adapter-{seed}"
+    _write("make_adapter", str(place), str(seed))
+    return place
+
+
+def _write(function: str, *arguments: str) -> None:
+    """In a process of its own: torch and transformers stay out of this one."""
+    code = f"import sys; import vllm_tiny; vllm_tiny.{function}(*sys.argv[1:])"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=environ, timeout=120)
 
 
 class Engine(EngineProcess):
@@ -41,3 +50,12 @@ def prompt(seed: int, length: int, vocabulary: int = 250) -> list[int]:
 
 def ask(tokens: list[int], **changes: Any) -> dict[str, Any]:
     return {"tokens": tokens, **changes}
+
+
+def tell(name: str, **values: Any) -> None:
+    """Keeps a figure where KVSTORE_VLLM_REPORT says, one JSON object a line."""
+    line = json.dumps({"test": name, **values})
+    print(line)
+    if path := os.environ.get("KVSTORE_VLLM_REPORT"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")

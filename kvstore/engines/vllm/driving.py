@@ -130,8 +130,8 @@ class Drive:
         """Answers these prompts together."""
         names = [f"r{next(self._numbers)}" for _ in asks]
         run = _Run(dict(zip(names, asks, strict=True)))
-        while self.engine.has_unfinished_requests() or run.waiting:
-            for name in run.due(not self.engine.has_unfinished_requests()):
+        while self._is_busy() or run.waiting:
+            for name in run.due(not self._is_busy()):
                 self._add(name, run.asks[name])
             for output in self.engine.step():
                 run.take(output)
@@ -139,6 +139,11 @@ class Drive:
             if aborted:
                 self.engine.abort_request(aborted)
         return [run.outcomes[name] for name in names]
+
+    def _is_busy(self) -> bool:
+        """Whether steps have something to do; blocks of what was aborted while it loads, too."""
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        return self.engine.has_unfinished_requests() or scheduler.has_finished_requests()
 
     def _add(self, name: str, ask: Ask) -> None:
         from vllm import SamplingParams
