@@ -5,6 +5,7 @@ from kvstore.client.client import KVClient
 from kvstore.client.match import Match
 from kvstore.client.put import PutHandle, PutResult
 from kvstore.client.space import Space
+from kvstore.client.watching import BlockEvent
 from kvstore.core.errors import (
     InvalidRequest,
     KVStoreError,
@@ -19,6 +20,7 @@ from kvstore.core.plan import PlanStep, RestorePlan, ReuseHints
 from kvstore.core.spec import KVSpec
 
 __all__ = [
+    "BlockEvent",
     "InvalidRequest",
     "KVClient",
     "KVSpec",

@@ -40,7 +40,10 @@ from kvstore.core.lane import (
 )
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
-REPLIES: dict[str, Any] = {n: getattr(pb, f"{n}Response", None) for n in METHOD_NUMBERS}
+REPLIES: dict[str, Any] = {
+    **{name: getattr(pb, f"{name}Response", None) for name in METHOD_NUMBERS},
+    "Subscribe": pb.Event,
+}
 REQUEST, RESPONSE, ERROR = int(FrameKind.REQUEST), int(FrameKind.RESPONSE), int(FrameKind.ERROR)
 STREAM, NOTICE = int(FrameKind.STREAM), int(FrameKind.NOTICE)
 # A frame and ReleaseRequest as it is on the wire, tag and lease: releases are many, and put off

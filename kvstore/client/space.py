@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
 
-from kvstore.client import inline
+from kvstore.client import inline, watching
 from kvstore.client.buffers import BlockBuffers, Blocks, BlockSource, Buffers
 from kvstore.client.link import Link
 from kvstore.client.located import Located
 from kvstore.client.match import Match
 from kvstore.client.put import Put, PutHandle, PutResult
 from kvstore.client.session import Attachment
+from kvstore.client.watching import BlockEvent
 from kvstore.client.wire import Tokens, fill_hints, fill_prompt, fit_prompt
 from kvstore.core.errors import InvalidRequest, NotFound
 from kvstore.core.plan import ReuseHints
@@ -161,6 +162,11 @@ class Space:
         for blocks in located.inline:
             inline.fetch_range(match, blocks, target, self._link.timeouts.put_seconds)
 
+    @property
+    def attach_seconds(self) -> float:
+        """Time limit of calls that set something up."""
+        return self._link.timeouts.attach_seconds
+
     def locate(self, match: Match, *, partial: bool = False) -> Located | None:
         """Where the blocks that the plan loads lie, once all are in memory; None without pools.
 
@@ -218,6 +224,15 @@ class Space:
         if left := located.missing():
             raise NotFound(f"the daemon did not say where block {left[0].start} is; recompute it")
         return located
+
+    def events(
+        self, from_sequence: int = 0, *, silence_seconds: float = 60.0
+    ) -> Iterator[BlockEvent]:
+        """The space's KV events from a sequence number on, 0 for those to come, as they come.
+
+        Ends when none came for `silence_seconds`; go on with the last one's sequence + 1.
+        """
+        return watching.events(self._link.attachment(self), from_sequence, silence_seconds)
 
     # ---- Put ----
 

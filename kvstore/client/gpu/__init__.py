@@ -7,6 +7,7 @@ from kvstore.client.gpu.calibration import Calibration
 from kvstore.client.gpu.engine import EngineSide, GpuSide
 from kvstore.client.gpu.loading import Load
 from kvstore.client.gpu.memory import EngineMemory, Parts, Stage
+from kvstore.client.gpu.share import InPlace
 from kvstore.cuda.device import Device, Stream
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "EngineMemory",
     "EngineSide",
     "GpuSide",
+    "InPlace",
     "Load",
     "Parts",
     "Stage",

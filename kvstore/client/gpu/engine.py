@@ -19,15 +19,23 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.gpu.calibration import Calibration
-from kvstore.client.gpu.loading import LINK, Load, Loader, Sources, external, failed
+from kvstore.client.gpu.loading import (
+    LINK,
+    Load,
+    Loader,
+    Sources,
+    external,
+    failed,
+)
 from kvstore.client.gpu.memory import EngineMemory, layer_groups
 from kvstore.client.gpu.registration import CHUNK_BYTES, Registered, Registrar
 from kvstore.client.gpu.ring import RING_BYTES, Ring
 from kvstore.client.gpu.saving import SavedBlocks, Saver
+from kvstore.client.gpu.share import DeviceShare, InPlace
 from kvstore.client.located import Located
 from kvstore.client.match import Match
 from kvstore.client.put import PutHandle
-from kvstore.client.session import Attachment
+from kvstore.client.session import Attachment, Session
 from kvstore.client.space import Space
 from kvstore.client.wire import Tokens
 from kvstore.core.block import SLOT_SHIFT
@@ -89,6 +97,7 @@ class EngineSide:
         self._loading, self._saving = threading.Lock(), threading.Lock()
         self._running: list[Load] = []
         self._saver: Saver | None = None
+        self._device_share: DeviceShare | None = None
         try:
             self._loader = Loader(
                 gpu.device, memory, calibration, Ring(gpu.device, self._ring_bytes)
@@ -130,10 +139,16 @@ class EngineSide:
             used: list[Registered] = []
             try:
                 sources = self._sources(match, located, used)
+                share = self._share(match.attachment.session)
+                shared = share.load(match) if count else None
+                if shared is not None:
+                    sources = sources.overlaid(shared)
                 groups = self._groups(count)
                 begin, events = self._loader.start(
                     sources, pages[:count], groups, self._after(after)
                 )
+                if shared is not None:
+                    share.until(events[-1])
             except BaseException:
                 for entry in used:
                     self._gpu.registrar.let_go(entry)
@@ -141,12 +156,37 @@ class EngineSide:
             load = Load(
                 match, groups, events, begin, used, self._gpu.registrar,
                 count * self.space.spec.block_bytes,
+                0 if shared is None else int(np.count_nonzero(shared)),
             )  # fmt: skip
             self._running.append(load)
             return load
 
+    def in_place(self, match: Match) -> InPlace | None:
+        """Where blocks of the match lie in the daemon's memory on this GPU, to be read there.
+
+        None where the daemon does not share it so (`tiers.hbm.share`). Which blocks are there is up
+        to the daemon; the others, at offset -1, are in host as always.
+        """
+        match.check_lease()
+        with self._loading:
+            return self._share(match.attachment.session).in_place(match)
+
+    def _share(self, session: Session) -> DeviceShare:
+        """The daemon's device memory in the session, opened when it is first asked for."""
+        share = self._device_share
+        if share is None or share.session is not session:
+            if share is not None:
+                self._loader.finish()
+                share.close()
+            share = DeviceShare(self._device, session, self.space.attach_seconds)
+            self._device_share = share
+        return share
+
     def report(self, load: Load) -> None:
-        """Tells the daemon what a load took, after its `result`; never raises."""
+        """Tells the daemon what a load took, after its `result`; never raises.
+
+        One that came from host and from the daemon's device memory says nothing of either.
+        """
         with suppress(KVStoreError, CudaError):
             if load.byte_count:
                 self.space.report_transfer(LINK, load.byte_count, load.seconds, match=load.match)
@@ -264,6 +304,8 @@ class EngineSide:
         """Waits for all copies; loads and saves that come later fail. `GpuSide.close` calls it."""
         with self._loading:
             self._loader.close()
+            if self._device_share is not None:
+                self._device_share.close()
             self._running = [load for load in self._running if not load.settle()]
         with self._saving:
             if self._saver is not None:

@@ -26,7 +26,7 @@ from kvstore.core.errors import KVStoreError, StoreUnavailable
 from kvstore.cuda.device import Device, Event, Stream
 from kvstore.cuda.driver import CudaError
 
-LINK = "host>hbm"
+LINK, DEVICE_LINK = "host>hbm", "hbm>hbm"
 
 
 class Sources(NamedTuple):
@@ -41,9 +41,20 @@ class Sources(NamedTuple):
     rows: list[np.ndarray]
     bounds: np.ndarray
 
+    def overlaid(self, addresses: np.ndarray) -> Sources:
+        """The same with blocks that have an address here (uint64, 0 for none) taken from there."""
+        there = addresses != 0
+        slow = np.flatnonzero(~self.fast)
+        rows = [row for i, row in zip(slow.tolist(), self.rows, strict=True) if not there[i]]
+        return Sources(
+            np.where(there, addresses, self.addresses), self.fast | there, rows, self.bounds
+        )
+
 
 class Load:
     """A load under way. The match must stay unreleased, and the pages unused, until `result`.
+
+    `device_blocks` of it come from the daemon's memory on the GPU, the others from host.
 
     An engine that overlaps waits layer by layer on its own stream (`wait_layer`), which costs the
     host nothing; what it computed counts only if `result` raises nothing.
@@ -51,9 +62,9 @@ class Load:
 
     def __init__(
         self, match: Match, groups: list[range], events: list[Event], begin: Event,
-        used: list[Registered], registrar: Registrar, byte_count: int,
+        used: list[Registered], registrar: Registrar, byte_count: int, device_blocks: int,
     ) -> None:  # fmt: skip
-        self.match, self.byte_count = match, byte_count
+        self.match, self.byte_count, self.device_blocks = match, byte_count, device_blocks
         self._groups, self._events, self._begin = groups, events, begin
         self._used, self._registrar = used, registrar
         self._finished = False

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[import-not-found]
 
+from kvstore.engines.vllm.events import as_vllm
 from kvstore.engines.vllm.messages import SpecMessage, StepMessage
 from kvstore.engines.vllm.scheduler import SchedulerSide
 from kvstore.engines.vllm.settings import settings_of
@@ -144,7 +145,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        """What came to or left the store, with `key_mode` external; hashes mean nothing else."""
+        return [as_vllm(event) for event in self._scheduler.take_events()]
 
     def shutdown(self) -> None:
         for side in (self._worker, self._scheduler):

@@ -159,8 +159,6 @@ def with_weights(spec: KVSpec, weights: str) -> KVSpec:
 
 def reach_of(config: Any, settings: Settings, spec: KVSpec, shard: int) -> Reach:
     """A way to the daemon's space of `spec`; ranks and scheduler of an engine share leases."""
-    import vllm
-
     engine = config.kv_transfer_config.engine_id
     index = getattr(config.parallel_config, "data_parallel_index", 0)
 
@@ -178,7 +176,7 @@ def reach_of(config: Any, settings: Settings, spec: KVSpec, shard: int) -> Reach
             tenant=settings.tenant,
             shard=shard,
             engine_id=f"{engine}-{index}",
-            engine_build=f"vllm-{vllm.__version__}",
+            engine_build="-".join(spec.layout.split("/")[:2]),  # vllm and its version
             device=config.device_config.device_type,
             prefill_chunk_tokens=config.scheduler_config.max_num_batched_tokens,
         )

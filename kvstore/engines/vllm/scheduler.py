@@ -24,6 +24,7 @@ from kvstore.engines.background import Background
 from kvstore.engines.reach import Reach
 from kvstore.engines.vllm.asking import Answer, Asked, Asker
 from kvstore.engines.vllm.engine import engine_block_size, reach_of, with_weights
+from kvstore.engines.vllm.events import Cleared, Follower, Removed, Stored
 from kvstore.engines.vllm.hints import (
     Wishes,
     finish_words,
@@ -80,6 +81,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[LoadJob] = []
         self._is_troubled = False
+        self._follower: Follower | None = None
 
     def learn_specs(self, messages: Mapping[tuple[int, int], SpecMessage]) -> None:
         """Takes every rank's spec by (stage, tensor-parallel rank), and attaches each stage's."""
@@ -99,6 +101,20 @@ class SchedulerSide:
         ]
         for reach in self._reaches:
             reach.start(in_background)
+        if self._wants_events():
+            if self._follower is not None:
+                self._follower.close()
+            self._follower = Follower(self._reaches[0])
+
+    def _wants_events(self) -> bool:
+        """Whether vLLM publishes KV events, and blocks are named as they are there."""
+        events = getattr(self._config, "kv_events_config", None)
+        wanted = events is not None and events.enable_kv_cache_events
+        return wanted and self._specs[0].key_mode == "external"
+
+    def take_events(self) -> list[Stored | Removed | Cleared]:
+        """What came to or left the store's tiers since the last call."""
+        return [] if self._follower is None else self._follower.take()
 
     @property
     def _block_size(self) -> int:
@@ -306,6 +322,8 @@ class SchedulerSide:
             self._attach(in_background=True)
 
     def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
         for tracked in self._tracked.values():
             tracked.forget()
         self._asker.close()

@@ -48,7 +48,11 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Takes vLLM's KV caches; raises SpecError for those that cannot be moved."""
-        self._rank = rank_of(self._config, self._settings, self._caches, kv_caches)
+        self.use(rank_of(self._config, self._settings, self._caches, kv_caches))
+
+    def use(self, rank: Rank) -> None:
+        """Moves the pages of this rank from now on."""
+        self._rank = rank
         self._attach()
 
     def _attach(self, in_background: bool = False) -> None:
