@@ -1,4 +1,7 @@
-"""Generates the code of kvstore.proto beside it; `--check` only says whether it is up to date."""
+"""Generates the code of kvstore.proto beside it; `--check` only says whether it is up to date.
+
+`--freeze` writes the protocol down as released: tests hold later ones to it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 SOURCE = Path(__file__).parent / "v1" / "kvstore.proto"
+RELEASED = SOURCE.parent / "released.binpb"
 OUTPUTS = ("kvstore_pb2.py", "kvstore_pb2.pyi", "kvstore_pb2_grpc.py")
 
 
@@ -26,8 +30,23 @@ def generate(target: Path) -> None:
         sys.exit("protoc failed; see its message above")
 
 
+def freeze() -> None:
+    """Writes the descriptor of kvstore.proto, comments left out, to `RELEASED`."""
+    arguments = [
+        "protoc",
+        f"-Ikvstore/proto={SOURCE.parent.parent}",
+        f"--descriptor_set_out={RELEASED}",
+        "kvstore/proto/v1/kvstore.proto",
+    ]
+    if protoc.main(arguments) != 0:
+        sys.exit("protoc failed; see its message above")
+
+
 def main(arguments: list[str]) -> int:
     """0 when the committed code is, or now is, what the proto says."""
+    if "--freeze" in arguments:
+        freeze()
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         made = Path(folder) / "kvstore" / "proto" / "v1"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvstore.cli.output import config_option, json_option, load_config, print_json
-from kvstore.core.config import Config
+from kvstore.core.config import read
 
 
 @click.command()
@@ -31,12 +32,13 @@ def command(
 ) -> None:
     """Run the daemon.
 
-    SIGTERM drains (server.drain_seconds) and stops, a second one stops at once; SIGHUP reads
-    policy and quotas again. The host pool stays for the next start, unless `kvstore drain --free`
-    removes it; a disk tier always stays.
+    SIGTERM drains (server.drain_seconds) and stops, a second one stops at once; SIGHUP reads the
+    configuration again, applies what needs no restart and names the rest in the log. The host pool
+    stays for the next start, unless `kvstore drain --free` removes it; a disk tier always stays.
     """
     from kvstore.core.clock import SystemClock
     from kvstore.daemon import serve
+    from kvstore.daemon.reload import ConfigSource
     from kvstore.logs import configure
 
     sections = _sections(socket, metrics, host_size)
@@ -45,10 +47,11 @@ def command(
     if as_json:
         print_json({"socket": config.server.socket, "metrics": config.server.metrics})
 
-    def reload() -> Config:
-        return load_config(config_path, **sections)
-
-    serve(config, reload, journal)
+    source = ConfigSource(
+        lambda: load_config(config_path, **sections),
+        lambda: read(config_path, os.environ, sections),
+    )
+    serve(config, source, journal)
 
 
 def _sections(socket: str | None, metrics: str | None, host_size: str | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
 from kvstore.daemon.clock_watch import ClockWatch
 from kvstore.daemon.journal import JournalFile
+from kvstore.daemon.reload import ConfigSource, Reloader
 from kvstore.daemon.service_manager import ServiceManager
 from kvstore.daemon.tiers import (
     ProblemLog,
@@ -72,7 +73,7 @@ class Daemon:
     def __init__(
         self,
         config: Config,
-        reload: Callable[[], Config] | None = None,
+        source: ConfigSource | None = None,
         journal: Path | None = None,
     ) -> None:
         self.config = config
@@ -81,11 +82,11 @@ class Daemon:
         self._clock_watch = ClockWatch(self.clock, self.metrics)
         self.state = "starting"
         self.store: KVStore | None = None
-        self._reload = reload
+        self._source = source
+        self._reloader: Reloader | None = None
         self._journal_path = journal
         self._journal: JournalFile | None = None
         self._free_pool = False
-        self._with_quotas = {tenant.name for tenant in config.tenants}
         self._stop = asyncio.Event()
         self._drain_until: float | None = None
         self._last_tick = self.clock.now()
@@ -183,6 +184,8 @@ class Daemon:
         sessions = Sessions(
             self.store, Access(config.access, os.geteuid()), limits, staging, SESSION_TTL_SECONDS
         )
+        if self._source is not None:
+            self._reloader = Reloader(self.store, sessions, self.clock, config, self._source)
         budget = MessageBudget(int(limits.inflight_message_bytes))
         group = parse_group("server.socket_group", config.server.socket_group)
         self._lane = LaneServer(
@@ -277,36 +280,17 @@ class Daemon:
             self.metrics.set_queue(link, self._mover.queued_bytes(link))
 
     def reload(self) -> None:
-        """SIGHUP: takes policy and quotas from the configuration anew; the rest needs a restart."""
-        assert self.store is not None
-        if self._reload is None:
+        """SIGHUP: takes from the configuration what needs no restart, and names what does."""
+        if self._reloader is None:
             _log.warning("there is no configuration file to read again")
             return
         self._manager.reloading(self.clock.now())
         try:
-            self._take(self._reload())
+            _log.info("%s", self._reloader.reload())
+            self.config = self._reloader.running
         except ConfigError as error:
             _log.error("the configuration was not reloaded: %s", error)
         self._manager.ready(f"serving on {self.config.server.socket}")
-
-    def _take(self, config: Config) -> None:
-        assert self.store is not None
-        if config.policy.eviction != self.store.shadowing.guard.configured:
-            self.store.set_policy(config.policy.eviction)
-        self._take_quotas(config)
-        self._with_quotas = {tenant.name for tenant in config.tenants}
-        _log.info("policy and quotas are reloaded; other changes need a restart")
-
-    def _take_quotas(self, config: Config) -> None:
-        assert self.store is not None
-        parts = self.store.parts
-        quotas = {tenant.name: tenant.quota for tenant in config.tenants}
-        for tier, tier_name in enumerate(parts.tier_names):
-            for name in self._with_quotas - set(quotas):
-                parts.residency.set_quota(name, tier, None, None)
-            for name, quota in quotas.items():
-                parts.residency.set_quota(name, tier, *quota(tier_name))
-                self.store.remover.trim(tier, parts.pool_of(name), name)
 
     # ---- Leaving ----
 
@@ -379,11 +363,11 @@ def _harden() -> None:
 
 
 def serve(
-    config: Config, reload: Callable[[], Config] | None = None, journal: Path | None = None
+    config: Config, source: ConfigSource | None = None, journal: Path | None = None
 ) -> None:
     """Runs a daemon until it is drained or stopped."""
 
     async def main() -> None:
-        await Daemon(config, reload, journal).run()
+        await Daemon(config, source, journal).run()
 
     asyncio.run(main())

@@ -66,6 +66,10 @@ class Sessions:
         self._session_ttl_seconds = session_ttl_seconds
         self._by_digest: dict[bytes, Session] = {}
 
+    def take_over(self, access: Access, limits: SessionLimits) -> None:
+        """New rules and limits; sessions that are open keep the role they have."""
+        self._access, self._limits = access, limits
+
     def admit(self, identity: Identity, groups: Sequence[int] = ()) -> Grant:
         """What `identity` may do; raises Unauthenticated, or Draining before the daemon serves."""
         grant = self._access.grant(identity, groups)

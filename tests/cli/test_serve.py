@@ -100,13 +100,20 @@ def test_killed_daemon_comes_back(kv: Any, own: Any) -> None:
 
 
 def test_hangup_reloads_policy_and_quotas(kv: Any, own: Any) -> None:
-    """SIGHUP takes quotas from the file anew; a file that is wrong changes nothing."""
+    """SIGHUP takes quotas from the file anew, and names what waits for a restart.
+
+    A file that is wrong changes nothing.
+    """
     own.start()
     text = own.config.read_text()
     own.config.write_text(text.replace('name = "chat"', 'name = "chat"\nhost_cap = "2MiB"'))
     own.process.send_signal(signal.SIGHUP)
     wait_for(lambda: "are reloaded" in own.log.read_text())
     assert cap_of(kv, own) == 2 << 20
+    assert "reloaded (tenants)\n" in own.log.read_text()
+    own.config.write_text(own.config.read_text().replace('"16MiB"', '"32MiB"'))
+    own.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "a restart is needed for tiers.host.size" in own.log.read_text())
     own.config.write_text(text.replace('name = "chat"', 'name = "chat"\nhost_cap = "-1"'))
     own.process.send_signal(signal.SIGHUP)
     wait_for(lambda: "was not reloaded" in own.log.read_text())

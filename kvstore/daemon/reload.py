@@ -1,0 +1,151 @@
+"""What of a changed configuration a running daemon takes over, and what needs a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvstore.core.clock import Clock
+from kvstore.core.config import Config, TenantSection
+from kvstore.logs import configure
+from kvstore.server.access import Access
+from kvstore.server.sessions import Sessions
+from kvstore.store.kvstore import KVStore
+
+# Keys that take effect at once. Of `tenants`, isolation and pools need a restart.
+LIVE = frozenset({
+    "access", "tenants", "policy.eviction", "server.drain_seconds", "logging.format",
+    "logging.level", "tiers.disk.read_timeout_seconds",
+    *(f"limits.{name}" for name in (
+        "leases_per_session", "spaces", "leased_bytes_per_session", "leased_bytes_per_tenant",
+        "pinned_bytes_per_session", "pinned_bytes_per_tenant", "reserved_bytes_per_session",
+        "reserved_bytes_per_tenant", "staging_ttl_seconds", "max_pin_ttl_seconds",
+    )),
+})  # fmt: skip
+ISOLATION = "tenants[].isolated and host_size"
+
+
+class ConfigSource(NamedTuple):
+    """Where a daemon's configuration comes from: complete and checked, and as it was written.
+
+    Defaults that follow the machine differ from hour to hour; only what was written is compared.
+    """
+
+    load: Callable[[], Config]
+    read: Callable[[], Config]
+
+
+class Outcome(NamedTuple):
+    """Keys that differ from those in force: taken over, and waiting for a restart."""
+
+    applied: list[str]
+    waiting: list[str]
+
+    def __str__(self) -> str:
+        done = ", ".join(self.applied) or "nothing has changed"
+        rest = f"; a restart is needed for {', '.join(self.waiting)}" if self.waiting else ""
+        return f"policy and quotas are reloaded ({done}){rest}"
+
+
+class Reloader:
+    """Applies changed settings to a store and its sessions; the owner thread alone calls it."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        sessions: Sessions,
+        clock: Clock,
+        running: Config,
+        source: ConfigSource,
+    ) -> None:
+        self._store, self._sessions, self._clock = store, sessions, clock
+        self._source = source
+        self._asked = source.read()
+        self.running = running
+
+    def reload(self) -> Outcome:
+        """Reads the configuration again; raises ConfigError, and then changes nothing."""
+        config, asked = self._source.load(), self._source.read()
+        keys = changed(self._asked, asked)
+        applied = [key for key in keys if key in LIVE]
+        waiting = [key for key in keys if key not in LIVE]
+        if _pools(asked) != _pools(self._asked):
+            waiting.append(ISOLATION)
+        before = self.running
+        self.running = self._merged(applied, config)
+        self._asked = with_keys(self._asked, [k for k in applied if k != "tenants"], asked)
+        if ISOLATION not in waiting:
+            self._asked = with_keys(self._asked, ["tenants"], asked)
+        self._apply(before, config)
+        return Outcome(applied, waiting)
+
+    def _merged(self, applied: list[str], config: Config) -> Config:
+        """The settings in force from now on: pools stay what they were opened with."""
+        merged = with_keys(self.running, applied, config)
+        pools = {tenant.name: tenant for tenant in self.running.tenants if tenant.isolated}
+        tenants = [pools.get(t.name) or _shared(t) for t in merged.tenants]
+        named = {tenant.name for tenant in tenants}
+        tenants += [tenant for name, tenant in pools.items() if name not in named]
+        return msgspec.structs.replace(merged, tenants=tuple(tenants))
+
+    def _apply(self, before: Config, config: Config) -> None:
+        store, running = self._store, self.running
+        store.parts.config = running
+        self._sessions.take_over(Access(running.access, os.geteuid()), running.limits)
+        if running.logging != before.logging:
+            configure(self._clock, running.logging.format, running.logging.level)
+        # These two hold although nothing was written anew: they may have been set by a call.
+        if config.policy.eviction != store.shadowing.guard.configured:
+            store.set_policy(config.policy.eviction)
+        self._take_quotas(before)
+
+    def _take_quotas(self, before: Config) -> None:
+        parts = self._store.parts
+        quotas = {tenant.name: tenant.quota for tenant in self.running.tenants}
+        for tier, tier_name in enumerate(parts.tier_names):
+            for tenant in before.tenants:
+                if tenant.name not in quotas:
+                    parts.residency.set_quota(tenant.name, tier, None, None)
+            for name, quota in quotas.items():
+                parts.residency.set_quota(name, tier, *quota(tier_name))
+                self._store.remover.trim(tier, parts.pool_of(name), name)
+
+
+def changed(old: Config, new: Config) -> list[str]:
+    """Keys whose values differ; a list of tables is one key."""
+    before, after = dict(leaves(old)), dict(leaves(new))
+    return [key for key, value in after.items() if before.get(key) != value]
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every setting, lists whole."""
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, msgspec.Struct):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def with_keys(base: Any, keys: list[str], source: Any) -> Any:
+    """`base` with the values that `source` has for these keys."""
+    for key in keys:
+        name, _, rest = key.partition(".")
+        value = getattr(source, name)
+        if rest:
+            value = with_keys(getattr(base, name), [rest], value)
+        base = msgspec.structs.replace(base, **{name: value})
+    return base
+
+
+def _pools(config: Config) -> dict[str, Any]:
+    """Isolated tenants with the sizes of their pools."""
+    return {tenant.name: tenant.host_size for tenant in config.tenants if tenant.isolated}
+
+
+def _shared(tenant: TenantSection) -> TenantSection:
+    """The tenant without a pool of its own: it gets one with a restart."""
+    return msgspec.structs.replace(tenant, isolated=False, host_size=None)

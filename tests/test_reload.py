@@ -1,0 +1,180 @@
+"""A changed configuration: what a running daemon takes over, and what it names for a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.core.config import load, read, settings
+from kvstore.core.errors import ConfigError, InvalidRequest, Unauthenticated
+from kvstore.core.machine import FixedMachine
+from kvstore.core.sizes import Size
+from kvstore.daemon.reload import ISOLATION, LIVE, ConfigSource, Reloader
+from kvstore.server.access import Access
+from kvstore.server.sessions import Sessions
+from kvstore.server.staging import StagingBudget
+from kvstore.store.sessions import Identity
+from kvstore.testing import InProcessStore
+
+CONFIGURATION_PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+BASE: dict[str, Any] = {"tiers": {"host": {"size": "16MiB", "pool": "sealed"}}}
+WORDS = {
+    "policy.eviction": "lru", "logging.format": "json", "logging.level": "error",
+    "tiers.host.pool": "shm", "tiers.host.hugepages": "advise", "tiers.disk.admission": "all",
+    "server.metrics": "127.0.0.1:1", "server.socket": "/run/other.sock",
+}  # fmt: skip
+RULE = {"uid": 1001, "tenant": "default"}
+
+
+class Rig:
+    """A store with its reloader; `write` says what the configuration file holds now."""
+
+    def __init__(self, store: InProcessStore) -> None:
+        self.store, self.sections = store.kv, BASE
+        config = self._load()
+        self.store.parts.config = config
+        limits = config.limits
+        self.sessions = Sessions(
+            self.store, Access(config.access, 0), limits, StagingBudget(1 << 20, 1 << 20, 1 << 22)
+        )
+        source = ConfigSource(self._load, lambda: read(None, {}, self.sections))
+        self.reloader = Reloader(self.store, self.sessions, store.clock, config, source)
+
+    def _load(self) -> Any:
+        return load(None, {}, FixedMachine(), self.sections)
+
+    def write(self, **sections: Any) -> tuple[list[str], list[str]]:
+        """(applied, waiting for a restart) of a reload with these tables."""
+        self.sections = {**BASE, **sections}
+        return tuple(self.reloader.reload())  # type: ignore[return-value]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    logger = logging.getLogger("kvstore")
+    before = logger.level, list(logger.handlers), logger.propagate
+    with InProcessStore("16MiB") as store:
+        yield Rig(store)
+    logger.setLevel(before[0])
+    logger.handlers, logger.propagate = before[1], before[2]
+
+
+def other(key: str, default: Any) -> Any:
+    """A value of the same kind that is not the default."""
+    if key in WORDS:
+        return WORDS[key]
+    if "MiB" in str(default) or default == "auto":
+        return str(Size(96 << 20))
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default * 2 or 1
+    if isinstance(default, list | tuple):
+        return [1.5] if default and isinstance(default[0], float) else ["lru"]
+    return "none"
+
+
+def test_every_key_is_either_live_or_named(rig: Rig) -> None:
+    """Each setting that differs is in exactly one list: applied if it is live, else waiting."""
+    seen = 0
+    for key, default in settings():
+        if "[]" in key:
+            continue
+        section, _, name = key.rpartition(".")
+        tables: Any = {name: other(key, default)}
+        for part in reversed(section.split(".")):
+            tables = {part: tables}
+        try:
+            read(None, {}, tables)
+            rig.sections = {**BASE, **tables}
+            applied, waiting = rig.reloader.reload()
+        except ConfigError:
+            continue  # it needs another key beside it
+        seen += 1
+        assert (key in applied, key in waiting) == (key in LIVE, key not in LIVE), key
+        rig.write()
+    assert seen > 40
+
+
+def test_live_keys_exist_and_are_documented() -> None:
+    """Every live key is a setting, and docs/configuration.md names exactly these."""
+    keys = {key.partition("[]")[0] for key, _ in settings()}
+    assert keys >= LIVE
+    section = CONFIGURATION_PAGE.read_text(encoding="utf-8").partition("## Without a restart")[2]
+    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("* `")]
+    assert {row.split("`")[1] for row in rows} == LIVE
+
+
+def test_a_second_reload_finds_nothing_and_still_names_what_waits(rig: Rig) -> None:
+    """What is applied is not told again; what waits for a restart is, until it is as it was."""
+    change = {"server": {"drain_seconds": 3.0, "worker_threads": 7}}
+    assert rig.write(**change) == (["server.drain_seconds"], ["server.worker_threads"])
+    assert rig.write(**change) == ([], ["server.worker_threads"])
+    assert rig.reloader.running.server.drain_seconds == 3.0
+    assert rig.reloader.running.server.worker_threads == 2
+    assert rig.write(server={"drain_seconds": 3.0}) == ([], [])
+
+
+def test_access_rules_hold_for_the_next_session(rig: Rig) -> None:
+    """A user that a new rule lets in gets in; one whose rule is gone does not any more."""
+    engine = Identity(uid=1001, gid=1001)
+    with pytest.raises(Unauthenticated):
+        rig.sessions.admit(engine)
+    assert rig.write(access=[RULE])[0] == ["access"]
+    assert rig.sessions.admit(engine).role == "engine"
+    rig.write(access=[{**RULE, "uid": 1002}])
+    with pytest.raises(Unauthenticated):
+        rig.sessions.admit(engine)
+
+
+def test_limits_hold_for_the_next_call(rig: Rig) -> None:
+    """A lowered time to live of pins is refused from now on; clients are told new limits."""
+    rig.write(limits={"max_pin_ttl_seconds": 5.0, "leased_bytes_per_session": "1MiB"})
+    session = rig.store.open_session(Identity(uid=0), "admin", ["default"], None)
+    with pytest.raises(InvalidRequest, match=r"max_pin_ttl_seconds, 5\.0"):
+        rig.store.pins.pin(session, "r", None, 1, 60.0)
+    assert rig.store.parts.limits.leased_bytes_per_session == 1 << 20
+    rig.store.close_session(session)
+
+
+def test_quotas_and_new_tenants_need_no_restart(rig: Rig) -> None:
+    """A tenant that is new may be used, with its cap; one that is gone has no quota any more."""
+    tenants = [{"name": "chat", "host_cap": "2MiB"}]
+    assert rig.write(tenants=tenants)[0] == ["tenants"]
+    assert "chat" in rig.store.parts.known_tenants()
+    assert rig.store.parts.residency.quota("chat", 0).cap_bytes == 2 << 20
+    rig.write()
+    assert rig.store.parts.residency.quota("chat", 0).cap_bytes is None
+
+
+def test_isolation_waits_and_pools_stay(rig: Rig) -> None:
+    """A tenant that is to be isolated shares a pool until the restart, and that is said."""
+    tenants = [{"name": "medical", "isolated": True, "host_size": "4MiB"}]
+    assert rig.write(tenants=tenants)[1] == [ISOLATION]
+    assert rig.store.parts.pool_of("medical") == ""
+    assert list(rig.reloader.running.host_pools) == [""]
+    assert rig.write(tenants=tenants)[1] == [ISOLATION]
+
+
+def test_a_wrong_configuration_changes_nothing(rig: Rig) -> None:
+    """One fault, and nothing of the file is taken over."""
+    with pytest.raises(ConfigError):
+        rig.write(server={"drain_seconds": 3.0}, tenants=[{"name": ""}])
+    assert rig.reloader.running.server.drain_seconds == 10.0
+
+
+def test_logging_changes_at_once(rig: Rig) -> None:
+    """A new level counts from the next line on."""
+    rig.write(logging={"level": "error"})
+    assert logging.getLogger("kvstore").level == logging.ERROR
+
+
+def test_what_a_call_has_set_ends_with_a_reload(rig: Rig) -> None:
+    """The configured policy acts again after a reload, though nothing in the file has changed."""
+    rig.store.set_policy("fifo")
+    assert rig.write() == ([], [])
+    assert rig.store.shadowing.guard.configured == "saved_time"
