@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvstore.client import PutResult, Space, SpecMismatch, StoreUnavailable
+from kvstore.client.buffers import BlockSource
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.errors import InvalidRequest, KVStoreError
 
@@ -146,22 +148,22 @@ class _Wait:
 class Announced:
     """A prompt's blocks, promised to the store before they are computed, stored as they come.
 
-    `read` gives a block's bytes by its position, on the client's own thread, once `computed` was
-    told of it. Others that look the prompt up see the rest as pending. Where an engine computes
+    `blocks` begin with `first_block`, and are read on the client's own thread once `computed` was
+    told of them. Others that look the prompt up see the rest as pending. Where an engine computes
     nothing for `limit_seconds` the promise is taken back.
     """
 
     def __init__(
-        self, space: Space, tokens: Any, read: Callable[[int], Any], first_block: int,
+        self, space: Space, tokens: Any, blocks: BlockSource, first_block: int,
         prompt: Mapping[str, Any], limit_seconds: float = COMPUTE_SECONDS_MAX,
     ) -> None:  # fmt: skip
-        self._read = read
+        self._blocks, self._first = blocks, first_block
         self._block_size = space.spec.block_size
         self._limit = limit_seconds
         self._changed = threading.Condition()
         self._tokens = 0
         self._is_over = False
-        self._handle = space.put_async(tokens, self._block, first_block, **prompt)
+        self._handle = space.put_async(tokens, self, first_block, **prompt)
 
     def computed(self, tokens: int) -> None:
         """The first `tokens` of the prompt can be read."""
@@ -179,7 +181,20 @@ class Announced:
             self._is_over = True
             self._changed.notify_all()
 
-    def _block(self, position: int) -> Any:
+    def block(self, i: int) -> np.ndarray:
+        """Bytes of the i-th block, once they are there."""
+        self._wait(i + 1)
+        return self._blocks.block(i)
+
+    def read(self, i: int, target: np.ndarray) -> None:
+        """Copies the i-th block and the next ones into the rows of `target`, as they come."""
+        for n in range(len(target)):
+            self._wait(i + n + 1)
+            self._blocks.read(i + n, target[n : n + 1])
+
+    def _wait(self, count: int) -> None:
+        """Until `count` blocks are computed."""
+        position = self._first + count - 1
         stop = (position + 1) * self._block_size
         with self._changed:
             known = self._changed.wait_for(
@@ -189,4 +204,3 @@ class Announced:
             raise KVStoreError(
                 f"block {position} was promised and not computed in {self._limit:g} s"
             )
-        return self._read(position)

@@ -8,17 +8,16 @@ The store step may come first, as a promise that others can wait for: handover.p
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from kvstore.client import Match, PutResult, ReuseHints, Space
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import InvalidRequest, KVStoreError, SpecError
 from kvstore.core.plan import RECOMPUTE, PlanStep
-from kvstore.core.spec import KVSpec
+from kvstore.engines.dynamic_cache import CacheBlocks, PromptMemory, block_reader
 from kvstore.engines.handover import Announced
 from kvstore.engines.identity import check_plain, spec_of
 
@@ -103,6 +102,7 @@ class _Run:
         self.done = Prefill(None, self.cache, self.ids.shape[1])
         self.call_seconds = 0.0
         self.announced: Announced | None = None
+        self.memory: PromptMemory | None = None
 
     def prefill(
         self, prompt: dict[str, Any], deadline_seconds: float | None, store: bool, announce: bool
@@ -133,6 +133,8 @@ class _Run:
                 match.release()
         self._compute(self.done.prompt_tokens)
         self._synchronize()
+        if self.memory is not None:
+            self.memory.settle()
 
     def _lookup(self, prompt: dict[str, Any], deadline_seconds: float | None) -> Match | None:
         # The last token is computed always: its logits are what is wanted.
@@ -151,57 +153,34 @@ class _Run:
         steps = match.plan.steps or (PlanStep(0, match.restore_tokens, "host"),)
         began = perf_seconds()
         try:
-            loaded = self._load(match)
+            memory = self._load(match)
         except KVStoreError as error:
             self.done.problem = str(error)
             return
         seconds = perf_seconds() - began
-        first = 0
         for step in steps:
-            if step.source == RECOMPUTE:
-                if step.first_token + step.token_count <= match.matched_tokens:
-                    self._compute(step.first_token + step.token_count)
-                continue
-            stop = first + step.token_count
-            self._append(loaded[..., first:stop, :])
-            first = stop
-            self.done.restored_tokens += step.token_count
-            sources = self.done.sources
-            sources[step.source] = sources.get(step.source, 0) + step.token_count
+            stop = step.first_token + step.token_count
+            if step.source != RECOMPUTE:
+                memory.show(stop)
+                self.done.restored_tokens += step.token_count
+                sources = self.done.sources
+                sources[step.source] = sources.get(step.source, 0) + step.token_count
+            elif stop <= match.matched_tokens:
+                self._compute(stop)
+        self.memory = memory
         with suppress(KVStoreError):
             size = match.block_count * self.space.spec.block_bytes
             self.space.report_transfer(LINK, size, seconds, match=match)
 
-    def _load(self, match: Match) -> Any:
-        """The plan's blocks in one tensor, [layer, k/v, head, token, dim]."""
-        torch, spec = self.torch, self.space.spec
-        shape = (spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    def _load(self, match: Match) -> PromptMemory:
+        """The plan's blocks, each at its place."""
         views = self.space.restore(match)
-        tokens = len(views) * spec.block_size
-        target = torch.empty(
-            (*shape[:3], tokens, spec.head_dim), dtype=self.model.dtype, device=self.model.device
-        )
-        with warnings.catch_warnings():
-            # The store's memory is read-only, and it is only read here.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            for n, view in enumerate(views):
-                block = torch.frombuffer(view, dtype=self.model.dtype).view(shape)
-                start = n * spec.block_size
-                target[..., start : start + spec.block_size, :].copy_(block)
+        memory = PromptMemory(self.space.spec, self.done.prompt_tokens, self.model)
+        memory.load(chain(*match.ranges), views)
         self._synchronize()
         match.check()
-        return target
-
-    def _append(self, loaded: Any) -> None:
-        """Adds tokens to the end of the cache, the first without another copy."""
-        is_empty = not self.cache.get_seq_length()
-        for n, layer in enumerate(self.cache.layers):
-            keys, values = loaded[n, 0][None], loaded[n, 1][None]
-            if is_empty:
-                self.cache.update(keys[:, :, :0], values[:, :, :0], n)
-                layer.keys, layer.values = keys, values
-            else:
-                self.cache.update(keys, values, n)
+        memory.lend(self.cache)
+        return memory
 
     def _compute(self, stop: int) -> None:
         """Computes the prompt's tokens up to `stop`, and reports each call."""
@@ -224,9 +203,9 @@ class _Run:
                 self.space.report_step(seconds, [(past - start, start)], clock=clock)
 
     def _announce(self, prompt: dict[str, Any], first_block: int) -> None:
-        read = block_reader(self.cache, self.space.spec)
+        blocks = CacheBlocks(self.cache, self.space.spec, first_block)
         with suppress(KVStoreError):  # what is not announced is put afterwards
-            self.announced = Announced(self.space, self.tokens, read, first_block, prompt)
+            self.announced = Announced(self.space, self.tokens, blocks, first_block, prompt)
 
     def _put(self, prompt: dict[str, Any], first_block: int) -> None:
         try:
@@ -237,29 +216,15 @@ class _Run:
                     return
             # Once more, after a promise that took too long: there may be room by now, too.
             self.done.put = self.space.put(
-                self.tokens, block_reader(self.cache, self.space.spec), first_block, **prompt
-            )
+                self.tokens, CacheBlocks(self.cache, self.space.spec, first_block), first_block,
+                **prompt,
+            )  # fmt: skip
         except KVStoreError as error:
             self.done.problem = self.done.problem or str(error)
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             self.torch.cuda.synchronize(self.model.device)
-
-
-def block_reader(cache: Any, spec: KVSpec) -> Callable[[int], Any]:
-    """A function that gives the bytes of a cache's block by its position."""
-    import torch
-
-    def read(position: int) -> Any:
-        start, stop = position * spec.block_size, (position + 1) * spec.block_size
-        parts = [
-            torch.stack([layer.keys[0, :, start:stop], layer.values[0, :, start:stop]])
-            for layer in cache.layers
-        ]
-        return torch.stack(parts).cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data
-
-    return read
 
 
 def cache_argument(model: Any) -> str:
@@ -271,10 +236,10 @@ def _check_space(model: Any, space: Space) -> None:
     spec, layers = space.spec, check_plain(model)
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    ours = (layers, heads, str(model.dtype).removeprefix("torch."), "LKHND")
-    theirs = (spec.num_layers, spec.num_kv_heads, spec.dtype, spec.layout)
+    ours = (layers, heads, str(model.dtype).removeprefix("torch."), "LKHND", "raw")
+    theirs = (spec.num_layers, spec.num_kv_heads, spec.dtype, spec.layout, spec.kv_format)
     if ours != theirs:
         raise SpecError(
-            f"the space holds (layers, KV heads, dtype, layout) {theirs}, the model has {ours}; "
-            "attach with spec_of(model)"
+            f"the space holds (layers, KV heads, dtype, layout, format) {theirs}, the model has "
+            f"{ours}; attach with spec_of(model)"
         )

@@ -17,8 +17,9 @@ import msgspec
 from kvstore.client import KVClient, ReuseHints, Space
 from kvstore.core.clock import perf_seconds, sleep
 from kvstore.core.errors import KVStoreError
+from kvstore.engines.dynamic_cache import CacheBlocks
 from kvstore.engines.generating import Answer, decode, prefill_alone
-from kvstore.engines.transformers import Prefill, block_reader, prefill_with_store, spec_of
+from kvstore.engines.transformers import Prefill, prefill_with_store, spec_of
 from kvstore.policies.cost import (
     LinkCost,
     LinkIdentity,
@@ -163,7 +164,7 @@ class ChatDemo:
     def _store(self, ids: list[int], done: Prefill, request: str, output_tokens: int) -> None:
         """Stores the answer's blocks, too: the next turn begins with them."""
         try:
-            result = self._space.put(ids, block_reader(done.cache, self._spec), request_id=request)
+            result = self._space.put(ids, CacheBlocks(done.cache, self._spec), request_id=request)
             self._space.finish_request(request, output_tokens)
         except KVStoreError as error:
             self.events.append(str(error))

@@ -31,6 +31,7 @@ from tiny_llama import tiny_llama  # noqa: E402
 
 from kvstore.client import SpecMismatch  # noqa: E402
 from kvstore.core.errors import InvalidRequest, KVStoreError  # noqa: E402
+from kvstore.engines.dynamic_cache import CacheBlocks  # noqa: E402
 from kvstore.engines.generating import decode, prefill_alone  # noqa: E402
 from kvstore.engines.handover import Announced, Ticket, wait_for_prefix  # noqa: E402
 from kvstore.engines.transformers import prefill_with_store, spec_of  # noqa: E402
@@ -240,12 +241,13 @@ def test_tickets(model: Any, shared: DaemonProcess, space: Any) -> None:
 
 def test_a_promise_that_is_not_kept(model: Any, space: Any) -> None:
     """An engine that fails, or computes nothing for too long, leaves nothing pending."""
-    ids, read = prompt(TOKENS, 7), lambda position: bytes(space.spec.block_bytes)
-    late = Announced(space, ids, read, 0, {}, limit_seconds=0.1)
+    ids = prompt(TOKENS, 7)
+    blocks = CacheBlocks(prefill_alone(model, ids).cache, space.spec)
+    late = Announced(space, ids, blocks, 0, {}, limit_seconds=0.1)
     with pytest.raises(KVStoreError, match="block 0 was promised and not computed"):
         late.result()
     assert eventually(lambda: stored_tokens(space, 7) == (0, 0))
-    failed = Announced(space, ids, read, 0, {})
+    failed = Announced(space, ids, blocks, 0, {})
     failed.give_up()
     with pytest.raises(KVStoreError, match="was promised"):
         failed.result()

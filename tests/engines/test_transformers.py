@@ -94,6 +94,9 @@ def test_a_restored_prefix_continues_to_the_bit(model: Any, space: Any) -> None:
     assert torch.equal(warm.logits, logits)
     assert is_same_cache(warm.cache, cache)
     assert torch.allclose(warm.logits, cold.logits, atol=1e-5)
+    for layer in warm.cache.layers:  # nothing is left of how it was filled
+        assert vars(layer).keys() == vars(cache.layers[0]).keys()
+        assert layer.keys.is_contiguous()
 
 
 def test_another_prompt_shares_what_it_shares(model: Any, space: Any) -> None:
