@@ -64,7 +64,7 @@ def size_value(context: click.Context, parameter: click.Parameter, text: str | N
     help="Where that tier is made, and removed again; else in the user's cache or /var/tmp.",
 )  # fmt: skip
 @click.option(
-    "--engine", type=click.Choice(["transformers"]),
+    "--engine", type=click.Choice(["transformers", "vllm"]),
     help="Drive a small real model with the trace's prefixes, with the store and without.",
 )  # fmt: skip
 @click.option(
@@ -90,7 +90,8 @@ def command(
     """Replay TRACE against the daemon; without a running one, against one of its own.
 
     Exit 1 if a restored byte was wrong. With --engine, requests go one after the other through a
-    model that needs: make smollm2.
+    model that needs: make smollm2. With vllm, which needs make vllm-env as well, exit 1 if an
+    answer was another than vLLM's alone.
     """
     from kvstore.replay.live import LiveReplay, ReplayOptions
 
@@ -105,7 +106,7 @@ def command(
             daemon_for(socket) if disk is None else daemon_with_disk(disk, disk_path)
         )
         if engine is not None:
-            replay_engine(trace, daemon, limit, scale or SCALE, seed, as_json)
+            replay_engine(trace, daemon, engine, limit, scale or SCALE, seed, as_json)
             return
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-"))
         options = ReplayOptions(

@@ -11,26 +11,60 @@ SCALE = 32
 
 
 def replay_engine(
-    trace: Path, daemon: Any, limit: int, scale: int, seed: int, as_json: bool
+    trace: Path, daemon: Any, engine: str, limit: int, scale: int, seed: int, as_json: bool
 ) -> None:
-    """The whole replay against a daemon; exit 1 if a restored byte was wrong."""
+    """The whole replay against a daemon; exit 1 if a restored byte or an answer was wrong."""
     from kvstore.cli.replay import progress_bar
-    from kvstore.engines import smollm2
-    from kvstore.replay.engine_live import EngineOptions, EngineReplay
     from kvstore.replay.formats import load_trace
+    from kvstore.replay.scaled import EngineOptions
 
     requests = load_trace(trace, limit)
-    model, _ = smollm2.load()
     options = EngineOptions(scale=scale, seed=seed)
-    replay = EngineReplay(requests, model, smollm2.NAME, options)
+    replay = _vllm(requests, options) if engine == "vllm" else _transformers(requests, options)
     with progress_bar("replaying", len(requests)) as bar:
         result = replay.run(daemon.target, bar.show)
-    result = {"trace": str(trace), "engine": "transformers", **result, **daemon.facts()}
+    result = {"trace": str(trace), "engine": engine, **result, **daemon.facts()}
     if as_json:
         print_json(result)
     else:
-        print_table(["", "replay"], rows(result))
-    finish(result["wrong_bytes"] == 0)
+        print_table(["", "replay"], vllm_rows(result) if engine == "vllm" else rows(result))
+    finish(result["different_answers" if engine == "vllm" else "wrong_bytes"] == 0)
+
+
+def _transformers(requests: Any, options: Any) -> Any:
+    from kvstore.engines import smollm2
+    from kvstore.replay.engine_live import EngineReplay
+
+    model, _ = smollm2.load()
+    return EngineReplay(requests, model, smollm2.NAME, options)
+
+
+def _vllm(requests: Any, options: Any) -> Any:
+    from kvstore.engines import smollm2
+    from kvstore.engines.vllm.process import interpreter
+    from kvstore.replay.engine_vllm import VLLMReplay
+
+    smollm2.check_there()
+    interpreter()
+    return VLLMReplay(requests, options)
+
+
+def vllm_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a person wants to know of a replay through vLLM."""
+    return [
+        ("model", result["model"]),
+        ("requests", f"{result['requests']:,}, {result['cut_prompts']:,} of them cut short"),
+        ("input tokens", f"{result['input_tokens']:,}"),
+        ("vLLM's own cache", f"{result['own_cache_tokens']:,} tokens"),
+        ("tokens not computed", f"{result['cached_token_ratio']:.2%}"),
+        ("  without the store", f"{result['cached_token_ratio_alone']:.2%}"),
+        ("first token p50, p99", _times(result, "ttft")),
+        ("  without the store", _times(result, "ttft_alone")),
+        ("  all, of those without", f"{result['ttft_ratio']:.1%}"),
+        ("between tokens p50, p99", _times(result, "itl")),
+        ("  without the store", _times(result, "itl_alone")),
+        ("other answers", f"{result['different_answers']:,}"),
+    ]
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -39,12 +39,17 @@ def is_there() -> bool:
     return there and (folder() / "model.safetensors").exists()
 
 
-def load() -> tuple[Any, Any]:
-    """(model, tokenizer), in float32 on the processor; raises ConfigError if it is not there."""
+def check_there() -> None:
+    """Raises ConfigError if the model cannot be loaded."""
     if not is_there():
         raise ConfigError(
             f"{NAME} is not in {folder()}, or torch or transformers is missing; run: make smollm2"
         )
+
+
+def load() -> tuple[Any, Any]:
+    """(model, tokenizer), in float32 on the processor; raises ConfigError if it is not there."""
+    check_there()
     with _quiet():
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,12 +1,10 @@
 """`kvstore replay --engine`: a trace's prefixes through a real engine, with the store and without.
 
-A trace's block becomes one of fewer tokens, the same for the same id, so what requests share they
-share here. Requests go one after the other, each with the store and without, in turns who is first.
+Requests go one after the other, each with the store and without, in turns who is first.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,22 +13,13 @@ from typing import Any
 import msgspec
 
 from kvstore.client import KVClient, Space
-from kvstore.core.errors import InvalidRequest
 from kvstore.engines.generating import Answer, decode, prefill_alone
 from kvstore.engines.transformers import Prefill, prefill_with_store, spec_of
 from kvstore.replay.formats import TraceRequest
+from kvstore.replay.scaled import EngineOptions, ScaledPrompts
 from kvstore.replay.witness import Witness
 
 CALL_TIMEOUT_SECONDS, PUT_TIMEOUT_SECONDS = 2.0, 30.0
-
-
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a trace is scaled down: one token for `scale` of its own, prompts cut to a length."""
-
-    scale: int = 32
-    prompt_tokens_max: int = 2048
-    output_tokens_max: int = 8
-    seed: int = 0
 
 
 class Served(msgspec.Struct):
@@ -42,7 +31,6 @@ class Served(msgspec.Struct):
     steps_alone: list[float] = []
     hits: Counter[str] = msgspec.field(default_factory=Counter)
     input_tokens: int = 0
-    cut_prompts: int = 0
     different_answers: int = 0
     problems: int = 0
     wrong_bytes: int = 0
@@ -54,13 +42,10 @@ class EngineReplay:
     def __init__(
         self, requests: Sequence[TraceRequest], model: Any, name: str, options: EngineOptions
     ) -> None:
-        self._requests, self._model, self._options = requests, model, options
-        size = requests[0].block_size // options.scale
-        if not size:
-            raise InvalidRequest(
-                f"scale is {options.scale}; the trace's blocks have {requests[0].block_size} "
-                "tokens, so pass at most that"
-            )
+        self._requests, self._model = requests, model
+        vocabulary = model.config.vocab_size
+        self._prompts = ScaledPrompts(options, requests[0].block_size, vocabulary)
+        size = self._prompts.block_size
         self._spec = spec_of(model, name=name, block_size=size)
         self._witness = Witness(self._spec)
         self._served = Served()
@@ -83,9 +68,8 @@ class EngineReplay:
         return self._result()
 
     def _one(self, space: Space, number: int, request: TraceRequest) -> None:
-        served, ids = self._served, self.prompt(request)
-        outputs = max(1, min(request.output_length // self._options.scale,
-                             self._options.output_tokens_max))  # fmt: skip
+        served, ids = self._served, self._prompts.prompt(request)
+        outputs = self._prompts.outputs(request)
         request_id = f"replay-{number}"
 
         def with_store() -> tuple[Prefill, Answer]:
@@ -113,23 +97,6 @@ class EngineReplay:
         if done.put is not None and not done.put.rejected:
             self._witness.stored(ids, done.cache)
 
-    def prompt(self, request: TraceRequest) -> list[int]:
-        """The tokens of a request, scaled down."""
-        scale, most = self._options.scale, self._options.prompt_tokens_max
-        ids: list[int] = []
-        for position, block in enumerate(request.hash_ids):
-            count = max(1, request.covered_tokens(position) // scale)
-            ids += self._block(block)[:count]
-            if len(ids) > most:
-                self._served.cut_prompts += 1
-                break
-        return ids[:most] or self._block(0)[:1]
-
-    def _block(self, block: int) -> list[int]:
-        rng = random.Random(f"{self._options.seed} {block}")
-        most = self._model.config.vocab_size
-        return [rng.randrange(most) for _ in range(self._spec.block_size)]
-
     def _totals(self, requests: int) -> dict[str, int]:
         served = self._served
         hits = sum(served.hits.values())
@@ -145,25 +112,25 @@ class EngineReplay:
             "model": self._spec.model,
             "requests": len(served.ttft),
             "input_tokens": served.input_tokens,
-            "cut_prompts": served.cut_prompts,
+            "cut_prompts": self._prompts.cut_prompts,
             "bytes_per_token": self._spec.bytes_per_token,
             "token_hit_ratio": sum(served.hits.values()) / tokens,
             "token_hit_ratio_by_tier": {
                 tier: served.hits[tier] / tokens for tier in ("host", *served.hits)
             },
-            **_times("ttft", served.ttft),
-            **_times("ttft_alone", served.ttft_alone),
+            **times("ttft", served.ttft),
+            **times("ttft_alone", served.ttft_alone),
             "ttft_ratio": sum(served.ttft) / max(sum(served.ttft_alone), 1e-9),
-            **_times("itl", served.steps),
-            **_times("itl_alone", served.steps_alone),
-            "itl_ratio": _ratio(served.steps, served.steps_alone),
+            **times("itl", served.steps),
+            **times("itl_alone", served.steps_alone),
+            "itl_ratio": ratio(served.steps, served.steps_alone),
             "different_answers": served.different_answers,
             "requests_with_problems": served.problems,
             "wrong_bytes": served.wrong_bytes,
         }
 
 
-def _times(name: str, values: list[float]) -> dict[str, float | None]:
+def times(name: str, values: list[float]) -> dict[str, float | None]:
     """Median and the value that all but one in a hundred stay below."""
     if not values:
         return {f"{name}_p50_seconds": None, f"{name}_p99_seconds": None}
@@ -172,5 +139,5 @@ def _times(name: str, values: list[float]) -> dict[str, float | None]:
     return {f"{name}_p50_seconds": statistics.median(ordered), f"{name}_p99_seconds": late}
 
 
-def _ratio(values: list[float], others: list[float]) -> float | None:
+def ratio(values: list[float], others: list[float]) -> float | None:
     return statistics.median(values) / statistics.median(others) if values and others else None

@@ -17,10 +17,11 @@ from kvstore.core.errors import InvalidRequest
 from kvstore.replay.chat import Chat, ChatDemo
 from kvstore.replay.chat_report import curves_of, page
 from kvstore.replay.chat_script import system_prompt
-from kvstore.replay.engine_live import EngineOptions, EngineReplay
+from kvstore.replay.engine_live import EngineReplay
 from kvstore.replay.formats import TraceRequest
 from kvstore.replay.own_daemon import OwnDaemon
 from kvstore.replay.own_disk import disk_section, own_disk
+from kvstore.replay.scaled import EngineOptions, ScaledPrompts
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +90,18 @@ def request(blocks: list[int], length: int, output: int = 64) -> TraceRequest:
     return TraceRequest(timestamp=0, input_length=length, output_length=output, hash_ids=blocks)
 
 
-def test_traces_are_scaled_down(model: Any) -> None:
+def test_traces_are_scaled_down() -> None:
     """Prompts share as many blocks as in the trace, and are cut where they would be too long."""
     requests = [request([1, 2, 3], 1300), request([1, 2, 4], 1536), request(list(range(9)), 4608)]
     options = EngineOptions(scale=32, prompt_tokens_max=100)
-    replay = EngineReplay(requests, model, "tiny", options)
-    one, other, cut = map(replay.prompt, requests)
+    prompts = ScaledPrompts(options, requests[0].block_size, 256)
+    one, other, cut = map(prompts.prompt, requests)
+    assert prompts.cut_prompts == 1
     assert (len(one), len(other), len(cut)) == (16 + 16 + 8, 48, 100)
     assert one[:32] == other[:32]
     assert one[32:40] != other[32:40]
     with pytest.raises(InvalidRequest, match="scale is 1024"):
-        EngineReplay(requests, model, "tiny", EngineOptions(scale=1024))
+        ScaledPrompts(EngineOptions(scale=1024), requests[0].block_size, 256)
 
 
 def test_a_trace_through_a_model(model: Any, served: DaemonProcess) -> None:
