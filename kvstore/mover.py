@@ -20,8 +20,11 @@ WRITE_LINK = "host>disk"
 READ_LINK = "disk>host"
 DISK_CHECK_LINK = "disk>check"
 RECORD_LINK = "record"  # small files that say which blocks are void; one thread keeps their order
+ARENA_IN_LINK = "host>arena"  # into the daemon's memory on a GPU
+ARENA_OUT_LINK = "arena>staging"  # to what an engine sees of it
 LINKS = (COPY_LINK, CHECK_LINK)
 DISK_LINKS = (WRITE_LINK, READ_LINK, DISK_CHECK_LINK)
+ARENA_LINKS = (ARENA_IN_LINK, ARENA_OUT_LINK)
 CLOSE_SECONDS = 10.0
 
 Post = Callable[[Callable[[], None]], None]

@@ -285,3 +285,50 @@ class AddressableTier(Tier, Protocol):
         Raises TierError for an unknown pool.
         """
         ...
+
+
+class DeviceMemory(Protocol):
+    """A range of a GPU's memory as another process finds it."""
+
+    @property
+    def handle(self) -> bytes:
+        """Opens the allocation that the range is in."""
+        ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+class DeviceStaging(Protocol):
+    """A GPU's memory that one session sees; for workers."""
+
+    length: int
+
+    def share(self) -> DeviceMemory:
+        """What the engine opens. Raises TierError where the memory cannot be shared."""
+        ...
+
+    def fill(self, blocks: Sequence[tuple[int, int]], length: int) -> None:
+        """Copies `length` bytes of each (place, offset in the staging), and waits."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class DeviceTier(Tier, Protocol):
+    """A tier whose slots are memory of a GPU."""
+
+    @property
+    def device_uuid(self) -> str: ...
+
+    def share_arena(self, pool: str = "") -> DeviceMemory:
+        """A pool's memory; offsets of its places are `place_offset`. Raises TierError."""
+        ...
+
+    def open_staging(self, length: int) -> DeviceStaging:
+        """Zeroed memory for one session. Raises TierError."""
+        ...

@@ -101,9 +101,20 @@ class DiskSection(Section, frozen=True):
     direct: bool = True
 
 
+class HbmSection(Section, frozen=True):
+    """Without a size there is no tier in the memory of a GPU."""
+
+    size: Size | None = None
+    device: str = ""
+    share: Literal["copy", "in_place"] = "copy"
+    staging_bytes_per_session: Size = Size(256 * MIB)
+    staging_bytes: Size = Size(2 * GIB)
+
+
 class TiersSection(Section, frozen=True):
     host: HostSection = HostSection()
     disk: DiskSection = DiskSection()
+    hbm: HbmSection = HbmSection()
 
 
 class PolicySection(Section, frozen=True):
@@ -284,7 +295,7 @@ def fill_in(config: Config, environ: Mapping[str, str], machine: Machine) -> Con
     disk = config.tiers.disk
     if disk.path:
         disk = msgspec.structs.replace(disk, path=str(Path(disk.path).absolute()))
-    tiers = TiersSection(host=host, disk=disk)
+    tiers = TiersSection(host=host, disk=disk, hbm=config.tiers.hbm)
     return msgspec.structs.replace(
         config,
         server=msgspec.structs.replace(config.server, socket=socket),

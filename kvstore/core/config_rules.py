@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.core.config_disk import check_disk, check_disk_quotas
+from kvstore.core.config_hbm import check_hbm
 from kvstore.core.errors import ConfigError
 from kvstore.core.sizes import format_bytes
 
@@ -32,6 +33,7 @@ def check(config: Config, machine: Machine) -> None:
     _check_limits(config)
     check_disk(config, machine)
     check_disk_quotas(config)
+    check_hbm(config)
     _check_memory(config, machine)
 
 

@@ -16,9 +16,10 @@ METHODS = (
     "PutInline", "FetchInline", "Subscribe",
     "Status", "SetPolicy", "SetQuota", "Pin", "Unpin", "Clear", "BumpEpoch", "Explain", "Flush",
     "Drain", "Verify", "TraceStart", "TraceStop",
+    "AttachDevice", "LoadDevice",
 )  # fmt: skip
 METHOD_NUMBERS = {name: number for number, name in enumerate(METHODS)}
-ADMIN_METHODS = frozenset(METHODS[METHODS.index("Status") :])
+ADMIN_METHODS = frozenset(METHODS[METHODS.index("Status") : METHODS.index("AttachDevice")])
 
 HEADER = struct.Struct("<IBBHQ")
 HEADER_BYTES = HEADER.size

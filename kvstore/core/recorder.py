@@ -68,6 +68,12 @@ class Recorder:
     def promoted(self, blocks: int, byte_count: int) -> None:
         """Blocks were read from disk, found good, and are READY in the host tier."""
 
+    def hbm_promoted(self, blocks: int, byte_count: int) -> None:
+        """Blocks of the host tier have copies in the memory of a GPU now."""
+
+    def hbm_loaded(self, blocks: int) -> None:
+        """Engines were given blocks in the memory of a GPU."""
+
     def restore_failed(self, reason: str, blocks: int) -> None:
         """Blocks of a Restore could not be had; see RESTORE_FAILURES for reasons."""
 

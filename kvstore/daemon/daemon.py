@@ -156,7 +156,7 @@ class Daemon:
             config, self.clock, tiers.host, tiers.record, self._mover,
             EventLog(self.clock.wall, config.limits.events_kept), self._defer,
             random_token(8).hex(), self.metrics, paced(tiers.disk, config),
-            None if self._journal is None else self._journal.journal,
+            None if self._journal is None else self._journal.journal, tiers.hbm,
         )  # fmt: skip
         self.store.on_drain = self.drain
         if isinstance(tiers.record, FileRecord) and tiers.epochs is not None:
@@ -337,12 +337,15 @@ class Daemon:
         """
         if not hasattr(self, "_tiers"):
             return True
-        host, disk = self._tiers.host, self._tiers.disk
+        host, disk, gpu = self._tiers.host, self._tiers.disk, self._tiers.gpu
         if hasattr(self, "_mover") and any(map(self._mover.queued_bytes, self._links)):
             _log.error("a disk does not answer; leaving without it, the next start looks through")
             return False
         if disk is not None and not call_within(CLOSE_SECONDS, disk.close):
             _log.error("the disk tier does not close in time; the next start looks through it")
+            return False
+        if gpu is not None and not call_within(CLOSE_SECONDS, gpu.close):
+            _log.error("the GPU does not answer; leaving without it")
             return False
         host.close(keep=not self._free_pool)
         return True

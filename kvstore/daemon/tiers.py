@@ -10,8 +10,10 @@ from typing import NamedTuple, cast
 
 from kvstore.core.config import Config, HostSection
 from kvstore.core.generations import Generations
+from kvstore.daemon.gpu import Gpu, open_gpu
 from kvstore.locks import FileLock, private_directory
 from kvstore.mover import (
+    ARENA_LINKS,
     CHECK_LINK,
     COPY_LINK,
     DISK_CHECK_LINK,
@@ -20,7 +22,7 @@ from kvstore.mover import (
     WRITE_LINK,
 )
 from kvstore.store.record import FileRecord, MemoryRecord, move_record
-from kvstore.tiers.base import AddressableTier, Tier
+from kvstore.tiers.base import AddressableTier, DeviceTier, Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.directory import FORMAT, check_empty, check_private
 from kvstore.tiers.epochs import EpochsFile
@@ -40,6 +42,11 @@ class OpenTiers(NamedTuple):
     disk: DiskTier | None
     record: MemoryRecord | FileRecord
     epochs: EpochsFile | None
+    gpu: Gpu | None = None
+
+    @property
+    def hbm(self) -> DeviceTier | None:
+        return None if self.gpu is None else self.gpu.tier
 
     @property
     def notes(self) -> list[str]:
@@ -88,7 +95,8 @@ def open_tiers(config: Config) -> OpenTiers:
     directory = path or shm
     if epochs is not None and directory is not None:
         record = FileRecord(directory, epochs, lambda: generations.next, path is not None)
-    return OpenTiers(host, disk, record, epochs)
+    gpu = open_gpu(config, host.memories, generations)
+    return OpenTiers(host, disk, record, epochs, gpu)
 
 
 def paced(disk: DiskTier | None, config: Config) -> Tier | None:
@@ -125,6 +133,8 @@ def link_threads(config: Config) -> dict[str, int]:
             DISK_CHECK_LINK: 1,
             RECORD_LINK: 1,
         }
+    if config.tiers.hbm.size is not None:
+        threads |= dict.fromkeys(ARENA_LINKS, 1)
     return threads
 
 

@@ -214,6 +214,13 @@ class Metrics(Recorder):
         self.number("kvstore_promoted_blocks_total").add(blocks)
         self.number("kvstore_promoted_bytes_total").add(byte_count)
 
+    def hbm_promoted(self, blocks: int, byte_count: int) -> None:
+        self.number("kvstore_hbm_promoted_blocks_total").add(blocks)
+        self.number("kvstore_hbm_promoted_bytes_total").add(byte_count)
+
+    def hbm_loaded(self, blocks: int) -> None:
+        self.number("kvstore_hbm_loaded_blocks_total").add(blocks)
+
     def restore_failed(self, reason: str, blocks: int) -> None:
         self.number("kvstore_restore_failed_blocks_total", reason).add(blocks)
 

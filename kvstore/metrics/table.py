@@ -23,8 +23,11 @@ HANDLER_BUCKETS = (
 STALL_BUCKETS = (0.5e-3, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 7e-3, 10e-3, 20e-3, 50e-3, 0.2, 1.0)
 COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
 
-TIERS = ("host", "disk")
-LINKS = ("staging>host", "host>check", "host>disk", "disk>host", "disk>check", "record")
+TIERS = ("host", "disk", "hbm")
+LINKS = (
+    "staging>host", "host>check", "host>disk", "disk>host", "disk>check", "record", "host>arena",
+    "arena>staging",
+)  # fmt: skip
 RESULTS = ("hit", "partial", "miss")
 OUTCOMES = ("stored", "present", "pending", "rejected")
 EVICTION_REASONS = ("capacity", "quota", "clear", "epoch", "corrupt", "lost_parent")
@@ -38,6 +41,7 @@ METHODS = (
     "FinishRequest", "Reserve", "Commit", "Abort", "ReportStep", "ReportTransfer", "Session",
     "PutInline", "FetchInline", "Subscribe", "Status", "SetPolicy", "SetQuota", "Pin", "Unpin",
     "Clear", "BumpEpoch", "Explain", "Flush", "Drain", "Verify", "TraceStart", "TraceStop",
+    "AttachDevice", "LoadDevice",
 )  # fmt: skip
 LIMITS = (
     "sessions", "leases_per_session", "spaces", "leased_bytes_per_session",
@@ -125,6 +129,11 @@ TABLE = (
         "kvstore_promoted_bytes_total", COUNTER,
         "Payload bytes brought from disk to the host tier.",
     ),
+    Row("kvstore_hbm_promoted_blocks_total", COUNTER, "Blocks copied from host to tier hbm."),
+    Row(
+        "kvstore_hbm_promoted_bytes_total", COUNTER, "Payload bytes copied from host to tier hbm."
+    ),
+    Row("kvstore_hbm_loaded_blocks_total", COUNTER, "Blocks that engines were given in tier hbm."),
     Row(
         "kvstore_restore_failed_blocks_total", COUNTER,
         "Blocks of a Restore that could not be had.", {"reason": RESTORE_FAILURES},

@@ -20,6 +20,7 @@ from kvstore.core.recorder import NO_RECORDER, Recorder
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.admin_calls import AdminCalls, Counters
 from kvstore.server.budget import MessageBudget
+from kvstore.server.device_calls import DeviceCalls
 from kvstore.server.engine_calls import EngineCalls
 from kvstore.server.inline_put import InlinePut
 from kvstore.server.status import status_of
@@ -71,12 +72,14 @@ class Service:
     def _unary_calls(self) -> list[Call | None]:
         """A handler for each name in METHODS; None where the call is no unary one."""
         e, a = self.engine_calls, AdminCalls(self.store, self._counters)
+        d = DeviceCalls(self.store)
         return [
             None, e.attach, e.lookup, None, e.cancel_restore, e.release, e.renew,
             e.finish_request, e.reserve, e.commit, e.abort, e.report_step, e.report_transfer,
             None, None, None, None,
             a.status, a.set_policy, a.set_quota, a.pin, a.unpin, a.clear, a.bump_epoch, a.explain,
             a.flush, a.drain, a.verify, None, a.trace_stop,
+            d.attach, d.load,
         ]  # fmt: skip
 
     def handle(self, session: Session, method: str, request: Any) -> Any:

@@ -21,7 +21,7 @@ from kvstore.store.leases import LeaseTable
 from kvstore.store.measured import MeasuredMover
 from kvstore.store.parts import DISK, HOST, EventSink, Parts, SpaceRecord
 from kvstore.store.retire import RetiredSlots
-from kvstore.tiers.base import AddressableTier, Tier
+from kvstore.tiers.base import AddressableTier, DeviceTier, Tier
 
 NO_BLOCK_LIMIT = 1 << 62
 
@@ -38,8 +38,9 @@ def assemble(
     recorder: Recorder = NO_RECORDER,
     disk: Tier | None = None,
     journal: Journal | None = None,
+    hbm: DeviceTier | None = None,
 ) -> KVStore:
-    """A store over `host` and `disk`; `defer` runs a callable on the owner thread soon.
+    """A store over `host`, `disk` and `hbm`; `defer` runs a callable on the owner thread soon.
 
     A `journal` gets everything that index and residency are told.
     """
@@ -61,10 +62,12 @@ def assemble(
             index.unanchor(lease.remains)
         for slots in retired:
             slots.reader_ended(lease.id)
+        if parts.hbm is not None:
+            parts.hbm.lease_ended(lease.id)
         recorder.lease_ended(reason)
         decisions.lease_ended(lease.decision)
 
-    costs = CostBook(config.tiers.disk.path)
+    costs = CostBook(config.tiers.disk.path, "" if hbm is None else hbm.device_uuid)
     parts = Parts(
         config=config,
         clock=clock,
@@ -83,7 +86,7 @@ def assemble(
         costs=costs,
     )
     _set_quotas(residency, config.tenants, disk is not None)
-    return KVStore(parts, boot_id)
+    return KVStore(parts, boot_id, hbm)
 
 
 def _set_quotas(residency: Residency, tenants: Any, disk: bool) -> None:

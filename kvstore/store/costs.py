@@ -15,7 +15,18 @@ import msgspec
 
 from kvstore.core.errors import InvalidRequest, KVStoreError, LimitReached
 from kvstore.core.views import CostView
-from kvstore.mover import DISK_LINKS, LINKS, READ_LINK, RECORD_LINK, WRITE_LINK, Job, Moved
+from kvstore.mover import (
+    ARENA_IN_LINK,
+    ARENA_LINKS,
+    ARENA_OUT_LINK,
+    DISK_LINKS,
+    LINKS,
+    READ_LINK,
+    RECORD_LINK,
+    WRITE_LINK,
+    Job,
+    Moved,
+)
 from kvstore.policies.cost import (
     P50,
     P99,
@@ -34,13 +45,19 @@ MODELS_MAX = 64  # of engines, and of links; each takes a few KiB and is written
 SAVE_SECONDS = 60.0
 OVERDUE_MAX = 16  # transfers that are looked at in a turn, the oldest
 VERSION = 1
-OWN_LINKS = frozenset((*LINKS, *DISK_LINKS))
+OWN_LINKS = frozenset((*LINKS, *DISK_LINKS, *ARENA_LINKS))
 UPWARD = "host>"  # names of links over which an engine takes restored blocks in begin so
 # What `kvstore status` predicts for each model.
 SHOWN_TOKENS, SHOWN_BYTES = 8192, 1 << 30
 
-# Believed until measured: an NVMe disk read, one written, and a copy over 16 lanes of PCIe 4.
-PRIORS = {READ_LINK: LinkCost.of(100e-6, 2e9), WRITE_LINK: LinkCost.of(1e-3, 1e9)}
+# Believed until measured: an NVMe disk read, one written, and copies over 16 lanes of PCIe 4 and
+# within a GPU's memory.
+PRIORS = {
+    READ_LINK: LinkCost.of(100e-6, 2e9),
+    WRITE_LINK: LinkCost.of(1e-3, 1e9),
+    ARENA_IN_LINK: LinkCost.of(100e-6, 20e9),
+    ARENA_OUT_LINK: LinkCost.of(100e-6, 500e9),
+}
 ENGINE_PRIOR = LinkCost.of(20e-6, 20e9)
 
 
@@ -61,9 +78,9 @@ class UnderWay(NamedTuple):
 
 
 class CostBook:
-    """The models, by identity. `disk` names the disk that the daemon's own links lead to."""
+    """The models, by identity. `disk` and `gpu` are what the daemon's own links lead to."""
 
-    def __init__(self, disk: str = "") -> None:
+    def __init__(self, disk: str = "", gpu: str = "") -> None:
         self.notes: list[str] = []
         self.changed = False
         self._engines: dict[RecomputeIdentity, RecomputeModel] = {}
@@ -77,6 +94,7 @@ class CostBook:
         self._written: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self.read_link = LinkIdentity(READ_LINK, disk)
         self.write_link = LinkIdentity(WRITE_LINK, disk)
+        self.arena_links = {link: LinkIdentity(link, gpu) for link in ARENA_LINKS if gpu}
 
     # ---- Measurements ----
 
@@ -261,7 +279,7 @@ class CostBook:
             if len(key) != len(LinkIdentity._fields):
                 continue
             identity = LinkIdentity(*key)
-            own = {self.read_link.link: self.read_link, self.write_link.link: self.write_link}
+            own = {own.link: own for own in (self.read_link, self.write_link)}
             expected = own.get(identity.link)
             if expected is not None and identity != expected:
                 self.notes.append(

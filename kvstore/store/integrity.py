@@ -21,6 +21,8 @@ def check_integrity(store: KVStore) -> None:
         tier.check_integrity()
     parts.leases.check_integrity()
     store.reservations.check_integrity()
+    if parts.hbm is not None:
+        parts.hbm.check_integrity()
     _check_slots(store)
     _check_disk_slots(parts)
 

@@ -38,6 +38,7 @@ from kvstore.store.costs import CostKeeper
 from kvstore.store.demote import begin_conveyors
 from kvstore.store.evict import Remover
 from kvstore.store.flush import FlushFlow
+from kvstore.store.hbm import HbmCopies
 from kvstore.store.integrity import check_integrity
 from kvstore.store.leases import join_engine
 from kvstore.store.lookup import LookupFlow
@@ -58,7 +59,7 @@ from kvstore.store.shadowing import Shadowing
 from kvstore.store.tracing import TraceRecorder
 from kvstore.store.verify import Verifier
 from kvstore.store.views import status_view
-from kvstore.tiers.base import SharedPool
+from kvstore.tiers.base import DeviceTier, SharedPool
 
 SESSION_TTL_SECONDS = 10.0
 ADMIN_PLACES = 16
@@ -67,7 +68,7 @@ ADMIN_PLACES = 16
 class KVStore(OperatorCalls):
     """Index, leases, reservations and sessions of one daemon, over its tiers."""
 
-    def __init__(self, parts: Parts, boot_id: str) -> None:
+    def __init__(self, parts: Parts, boot_id: str, hbm: DeviceTier | None = None) -> None:
         remover = Remover(parts, self._lost)
         super().__init__(parts, remover, Verifier(parts, remover))
         self.boot_id = boot_id
@@ -81,6 +82,8 @@ class KVStore(OperatorCalls):
         self.promoter = Promoter(parts, self.remover, room, self.behind.poke)
         self._lookups = LookupFlow(parts, self.verifier, self.promoter)
         self._restores = RestoreFlow(parts, self._lookups, self.remover, self.promoter)
+        if hbm is not None:
+            parts.hbm = HbmCopies(parts, self.remover, self._restores, hbm)
         self._probe = DiskProbe(parts, self.remover, self.promoter)
         self._reserves = ReserveFlow(parts, self.reservations, self.remover, room)
         self._commits = CommitFlow(
@@ -150,6 +153,8 @@ class KVStore(OperatorCalls):
                 parts.engines.pop(key, None)
                 parts.leases.end_all(engine.leases.values(), "death")
         session.let_staging_go()
+        if parts.hbm is not None:
+            parts.hbm.session_closed(session)
 
     def touch(self, session: Session) -> None:
         """The session lives."""

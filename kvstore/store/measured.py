@@ -1,4 +1,4 @@
-"""`MeasuredMover`: a mover whose transfers to and from disk teach the cost book."""
+"""`MeasuredMover`: a mover whose transfers to and from disk, or a GPU, teach the cost book."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class MeasuredMover:
         self._clock = clock
         self._book = book
         self._identities = {READ_LINK: book.read_link, WRITE_LINK: book.write_link}
+        self._identities |= book.arena_links
 
     def submit(self, job: Job) -> bool:
         identity = self._identities.get(job.link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvstore.core.clock import Clock
 from kvstore.core.config import Config, LimitsSection
@@ -21,6 +21,9 @@ from kvstore.store.requests import RequestBook
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Engine, Session
 from kvstore.tiers.base import AddressableTier, BlockHeader, Tier
+
+if TYPE_CHECKING:
+    from kvstore.store.hbm import HbmCopies
 
 HOST, DISK = 0, 1
 TIER_NAMES = ("host", "disk")
@@ -78,7 +81,8 @@ class Parts:
     slice at a time. `next_id` numbers leases, reservations, pins and readers in one sequence.
     `unverified` holds places of adopted blocks not hashed again yet, `checksums` those of blocks
     written but not yet READY. `remains` are anchors on what a cut has left to a reader. `tiers` and
-    `retired` are by tier number: HOST, and DISK where there is one.
+    `retired` are by tier number: HOST, and DISK where there is one. Copies in a GPU's memory are
+    none of the index's: `hbm` knows them by the host places they were made of.
     """
 
     config: Config
@@ -103,6 +107,7 @@ class Parts:
     readers: set[int] = field(default_factory=set)
     remains: dict[int, Anchor] = field(default_factory=dict)
     costs: CostBook = field(default_factory=CostBook)
+    hbm: HbmCopies | None = None
     requests: RequestBook = field(init=False)
     draining: bool = False
     readopted_blocks: int = 0

@@ -37,7 +37,7 @@ class RestoreFlow:
         With `keeps_part` the client can use the leading blocks if the others don't come.
         """
         lease = self.owned(session, lease_id)
-        path = self._path(lease, first_block, block_count)
+        path = self.path(lease, first_block, block_count)
         shard = shard_of(session, lease)
         if self._parts.disk is None:
             if path:
@@ -78,7 +78,7 @@ class RestoreFlow:
     ) -> Completion[tuple[bytes, bytes]]:
         """Bytes and checksum of one leased block, copied out on a worker."""
         lease = self.owned(session, lease_id)
-        run, start, _ = self._path(lease, position, 1)[0]
+        run, start, _ = self.path(lease, position, 1)[0]
         parts, space = self._parts, lease.attachment.space
         shard, length = shard_of(session, lease), space.block_bytes
         place = parts.index.place(run, start, shard, HOST)
@@ -129,7 +129,8 @@ class RestoreFlow:
             self._remover.quarantine(place, tier)
             raise LeaseLost("the block is damaged and was dropped; recompute it") from error
 
-    def _path(self, lease: Lease, first_block: int, block_count: int) -> list[Any]:
+    def path(self, lease: Lease, first_block: int, block_count: int) -> list[Any]:
+        """Spans of leased blocks from `first_block` on, all the rest with a count of 0."""
         last = first_block + block_count if block_count else lease.block_count
         if first_block < 0 or last > lease.block_count or first_block > last:
             raise InvalidRequest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvstore.core.lease import Deadlines
@@ -38,12 +38,16 @@ class RetiredSlots:
         self.waiting_places = 0
         self.early_places = 0
         self.freed_places = 0
+        self.on_retire: Callable[[list[int]], None] | None = None
+        """Hears of places that hold their blocks no more, before they are reused."""
 
     def retire(self, places: list[int], readers: Iterable[Any] = ()) -> None:
         """Un-publishes `places`; they become free when every reader has ended."""
         if not places:
             return
         self._tier.discard(places)
+        if self.on_retire is not None:
+            self.on_retire(places)
         batch = _Batch(places, 0)
         for reader in set(readers):
             self._by_reader.setdefault(reader, []).append(batch)

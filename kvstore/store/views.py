@@ -57,7 +57,9 @@ def status_view(store: KVStore) -> StatusView:
 
 def named_tiers(parts: Parts) -> Iterator[tuple[str, Tier]]:
     """Tiers with their names, the fastest first."""
-    return zip(parts.tier_names, parts.tiers, strict=True)
+    if parts.hbm is not None:
+        yield "hbm", parts.hbm.tier
+    yield from zip(parts.tier_names, parts.tiers, strict=True)
 
 
 def tier_view(tier: Tier) -> TierView:

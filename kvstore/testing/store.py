@@ -34,7 +34,7 @@ from kvstore.store.kvstore import KVStore
 from kvstore.store.record import FileRecord, MemoryRecord
 from kvstore.testing.mover import SimulatedMover
 from kvstore.testing.peer import Peer
-from kvstore.tiers.base import AddressableTier, Tier
+from kvstore.tiers.base import AddressableTier, DeviceTier, Tier
 from kvstore.tiers.epochs import EpochsFile
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.memory import MemoryTier
@@ -50,7 +50,7 @@ class InProcessStore:
 
     `size` is that of the host tier, or pass a `tier` of your own. With a `directory` in a memory
     file system blocks outlive `restart`, as they outlive a killed daemon. `disk` is a tier below,
-    a MemoryTier or a DiskTier. `sections` are tables
+    a MemoryTier or a DiskTier, `hbm` one above, an HbmTier. `sections` are tables
     of the configuration file, such as `{"limits": {"lease_ttl_seconds": 2.0}}`. `kv` is the
     `KVStore` inside, for calls that no client has; it is not for several threads.
     """
@@ -63,6 +63,7 @@ class InProcessStore:
         *,
         tier: AddressableTier | None = None,
         disk: Tier | None = None,
+        hbm: DeviceTier | None = None,
         directory: str | Path | None = None,
         clock: Clock | None = None,
         mover: SimulatedMover | None = None,
@@ -72,7 +73,7 @@ class InProcessStore:
         self.clients: list[KVClient] = []
         self._directory = Path(directory) if directory is not None else None
         self._owns_tier = tier is None
-        self.disk = disk
+        self.disk, self.hbm = disk, hbm
         if tier is not None:
             size = max(tier.usage().capacity_bytes, POOL_BYTES_MIN)
         self.config = _configure(size, self._directory, sections or {})
@@ -228,7 +229,7 @@ class InProcessStore:
         self.events = EventLog(self.clock.wall, limits.events_kept)
         self.kv = assemble(
             self.config, self.clock, self.tier, record, self._mover, self.events,
-            self.defer, random_token(8).hex(), disk=self.disk,
+            self.defer, random_token(8).hex(), disk=self.disk, hbm=self.hbm,
         )  # fmt: skip
         if epochs is not None and isinstance(record, FileRecord):
             recover(self.kv, record, epochs)

@@ -564,6 +564,46 @@ class ReportTransferResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class AttachDeviceRequest(_message.Message):
+    __slots__ = ("device_uuid", "staging_bytes")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: str
+    staging_bytes: int
+    def __init__(self, device_uuid: _Optional[str] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+
+class AttachDeviceResponse(_message.Message):
+    __slots__ = ("share", "handle", "offset", "length")
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    share: str
+    handle: bytes
+    offset: int
+    length: int
+    def __init__(self, share: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class LoadDeviceRequest(_message.Message):
+    __slots__ = ("lease_id", "first_block", "block_count", "staging_offset", "staging_bytes")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STAGING_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    first_block: int
+    block_count: int
+    staging_offset: int
+    staging_bytes: int
+    def __init__(self, lease_id: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., staging_offset: _Optional[int] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+
+class LoadDeviceResponse(_message.Message):
+    __slots__ = ("offsets",)
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    offsets: bytes
+    def __init__(self, offsets: _Optional[bytes] = ...) -> None: ...
+
 class SubscribeRequest(_message.Message):
     __slots__ = ("from_sequence",)
     FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]

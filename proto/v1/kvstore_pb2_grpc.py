@@ -119,6 +119,16 @@ class KVStoreStub:
                 request_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.SubscribeRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.Event.FromString,
                 _registered_method=True)
+        self.AttachDevice = channel.unary_unary(
+                '/kvstore.v1.KVStore/AttachDevice',
+                request_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.AttachDeviceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.AttachDeviceResponse.FromString,
+                _registered_method=True)
+        self.LoadDevice = channel.unary_unary(
+                '/kvstore.v1.KVStore/LoadDevice',
+                request_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.LoadDeviceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.LoadDeviceResponse.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer:
@@ -240,6 +250,20 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachDevice(self, request, context):
+        """What of the daemon's memory on a GPU the session's engine, on the same GPU, may open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadDevice(self, request, context):
+        """Where in it leased blocks are readable; those that are copied there are, when it answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -327,6 +351,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Subscribe,
                     request_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.SubscribeRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.Event.SerializeToString,
+            ),
+            'AttachDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachDevice,
+                    request_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.AttachDeviceRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.AttachDeviceResponse.SerializeToString,
+            ),
+            'LoadDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadDevice,
+                    request_deserializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.LoadDeviceRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_v1_dot_kvstore__pb2.LoadDeviceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -788,6 +822,60 @@ class KVStore:
             '/kvstore.v1.KVStore/Subscribe',
             kvstore_dot_proto_dot_v1_dot_kvstore__pb2.SubscribeRequest.SerializeToString,
             kvstore_dot_proto_dot_v1_dot_kvstore__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/AttachDevice',
+            kvstore_dot_proto_dot_v1_dot_kvstore__pb2.AttachDeviceRequest.SerializeToString,
+            kvstore_dot_proto_dot_v1_dot_kvstore__pb2.AttachDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/LoadDevice',
+            kvstore_dot_proto_dot_v1_dot_kvstore__pb2.LoadDeviceRequest.SerializeToString,
+            kvstore_dot_proto_dot_v1_dot_kvstore__pb2.LoadDeviceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,15 +43,11 @@ def device() -> Device:
     return Device(driver=fake_driver())
 
 
-@pytest.fixture(params=["eager", "lazy"])
-def world(
-    client: KVClient, device: Device, request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[World]:  # fmt: skip
-    """lazy: the driver copies only when waited for. Batches touch only what is registered."""
+@pytest.fixture
+def world(client: KVClient, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The driver copies only when waited for, and batches touch only what is registered."""
     monkeypatch.setenv("FAKE_CUDA_STRICT", "1")
-    if request.param == "lazy":
-        monkeypatch.setenv("FAKE_CUDA_LAZY", "1")
+    monkeypatch.setenv("FAKE_CUDA_LAZY", "1")
     made = World(client, device)
     yield made
     made.close()

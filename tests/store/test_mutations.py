@@ -50,9 +50,9 @@ def checksums_do_not_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def reads_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    path = RestoreFlow._path
+    path = RestoreFlow.path
     patch.setattr(
-        RestoreFlow, "_path",
+        RestoreFlow, "path",
         lambda flow, lease, first, count: path(flow, lease, max(first - 1, 0), count),
     )  # fmt: skip
 

@@ -51,6 +51,14 @@ class DeviceStaging:
         except CudaError as error:
             raise TierError(f"GPU {self._device.uuid} failed: {error}") from error
 
+    def fill(self, blocks: Sequence[tuple[int, int]], length: int) -> None:
+        """`load`, and waits for its end. Raises TierError."""
+        end = self.load(blocks, length)
+        try:
+            end.synchronize()
+        except CudaError as error:
+            raise TierError(f"GPU {self._device.uuid} failed: {error}") from error
+
     def close(self) -> None:
         """After the engine is gone or has let go: a copy that runs is waited for."""
         self._stream.synchronize()

@@ -65,6 +65,10 @@ class HbmTier:
         self._stable: list[tuple[int, int]] = []
         self._registered: list[int] = []
 
+    @property
+    def device_uuid(self) -> str:
+        return self.device.uuid
+
     def use_stable_memory(self, memory: np.ndarray) -> None:
         """Lets blocks in this host memory be copied without a buffer between.
 

@@ -93,6 +93,11 @@ class HostTier:
         return self._prefaulter.locked_bytes
 
     @property
+    def memories(self) -> list[np.ndarray]:
+        """All bytes of each pool, for a GPU to read them from."""
+        return [pool.data for pool in self._pools.values()]
+
+    @property
     def torn_header_count(self) -> int:
         """Headers that recovery found torn or damaged."""
         return sum(pool.torn_header_count for pool in self._pools.values())

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore.client.gpu.calibration import Calibration
 from kvstore.client.gpu.loading import (
+    DEVICE_LINK,
     LINK,
     Load,
     Loader,
@@ -188,8 +189,10 @@ class EngineSide:
         One that came from host and from the daemon's device memory says nothing of either.
         """
         with suppress(KVStoreError, CudaError):
-            if load.byte_count:
-                self.space.report_transfer(LINK, load.byte_count, load.seconds, match=load.match)
+            blocks = load.match.block_count
+            if load.byte_count and load.device_blocks in (0, blocks):
+                link = DEVICE_LINK if load.device_blocks else LINK
+                self.space.report_transfer(link, load.byte_count, load.seconds, match=load.match)
 
     def _groups(self, count: int) -> list[range]:
         memory = self.memory

@@ -1,0 +1,240 @@
+"""The daemon's memory on a GPU, from an engine in another process; on a driver without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from daemons import DaemonProcess, Tagged, eventually
+from fake_cuda import fake_driver, library
+from gpu_world import BLOCK, Engine, spec_of
+
+from kvstore.client import KVClient, LeaseLost, Match
+from kvstore.client.gpu import Calibration, Device, EngineSide, GpuSide
+
+BLOCKS = 12
+LONG = 400
+"""Slow enough loads from host, as told: milliseconds for a MiB."""
+
+
+def daemon_with(share: str, size: str = "4MiB") -> DaemonProcess:
+    made = DaemonProcess(
+        config=f'tiers.hbm.size = "{size}"\ntiers.hbm.share = "{share}"\n'
+        'tiers.hbm.staging_bytes_per_session = "4MiB"\n'
+    )
+    made.environ["LD_LIBRARY_PATH"] = str(library().parent)
+    return made
+
+
+class World:
+    """A daemon with a GPU, and an engine of another process on the same one."""
+
+    def __init__(self, share: str, size: str = "4MiB") -> None:
+        self.daemon = daemon_with(share, size).start()
+        self.client: KVClient = self.daemon.client(call_timeout_seconds=5.0)
+        self.device = Device(driver=fake_driver())
+        self.gpu = GpuSide(self.device)
+        self.engine = Engine(self.device, "vllm-small")
+        self.space = self.client.attach(spec_of(self.engine.layout))
+        self.side: EngineSide = self.gpu.engine(self.space, self.engine.pages, Calibration(1))
+        self.rows = self.engine.rows(list(range(BLOCKS)))
+        for size_mib in (1, 2, 3, 4, 5) * 2:
+            self.space.report_transfer("host>hbm", size_mib << 20, size_mib * LONG / 1000)
+
+    def put(self, seed: int) -> tuple[list[int], np.ndarray]:
+        tokens = [seed * 1000 + i for i in range(BLOCKS * BLOCK)]
+        blocks = [np.frombuffer(b, np.uint8) for b in Tagged(self.space.spec).blocks(tokens)]
+        assert self.space.put(tokens, blocks).rejected == 0
+        return tokens, np.array(blocks)
+
+    def load(self, tokens: list[int]) -> int:
+        """Loads a prompt; how many of its blocks came from the daemon's device memory."""
+        self.engine.pool.first.fill_(7.0)
+        with self.space.lookup(tokens) as match:
+            load = self.side.load(match, self.rows, after=0)
+            load.result()
+            self.side.report(load)
+        return load.device_blocks
+
+    def heat(self, tokens: list[int]) -> None:
+        """Loads a prompt until all of it comes from the GPU."""
+        assert eventually(lambda: self.load(tokens) == BLOCKS), self.daemon.log
+
+    def close(self) -> None:
+        self.gpu.close()
+        self.client.close()
+        self.engine.memory.close()
+        self.daemon.close()
+
+
+@pytest.fixture(params=["copy", "in_place"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+def test_hot_blocks_come_from_the_gpu_whole(world: World) -> None:
+    """A prompt that is loaded again comes from device memory, and is what was stored."""
+    tokens, blocks = world.put(1)
+    assert world.load(tokens) == 0
+    assert np.array_equal(world.engine.read(world.rows), blocks)
+    world.heat(tokens)
+    assert np.array_equal(world.engine.read(world.rows), blocks)
+    status = world.client.status()
+    tier = status.tiers["hbm"]
+    assert (tier.capacity_bytes, tier.block_count, tier.state) == (4 << 20, BLOCKS, "serving")
+    assert status.counters["kvstore_hbm_promoted_blocks_total"] == BLOCKS
+    assert status.counters["kvstore_hbm_loaded_blocks_total"] >= BLOCKS
+    links = {cost.subject for cost in status.costs}
+    assert {"host>hbm", "hbm>hbm", "host>arena"} <= links
+    world.client.admin.clear(space_id=world.space.space_id)
+    assert world.client.status().tiers["hbm"].block_count == 0
+    assert world.space.lookup(tokens).matched_tokens == 0
+
+
+def test_many_prompts_through_little_memory(world: World) -> None:
+    """More prompts than the arena holds, loaded at random by turns: every byte is right."""
+    prompts = [world.put(seed) for seed in range(12)]
+    random, found = np.random.default_rng(1), 0
+    for _ in range(40):
+        tokens, blocks = prompts[min(int(random.exponential(3)), 11)]
+        found += world.load(tokens)
+        assert np.array_equal(world.engine.read(world.rows), blocks)
+    assert found > 0
+    assert world.client.status().tiers["hbm"].used_bytes <= 4 << 20
+
+
+def test_the_death_of_the_daemon_fails_the_lease(world: World) -> None:
+    """What was shown of a dead daemon's memory is not trusted; the next daemon's is opened anew."""
+    tokens, blocks = world.put(1)
+    world.heat(tokens)
+    match = world.space.lookup(tokens)
+    load = world.side.load(match, world.rows)
+    assert load.device_blocks == BLOCKS
+    world.daemon.kill()
+    wait_for_loss(match)
+    with pytest.raises(LeaseLost):
+        load.result()
+    world.daemon.start()
+    assert eventually(lambda: world.client.available)
+    for size_mib in (1, 2, 3, 4, 5) * 2:
+        world.space.report_transfer("host>hbm", size_mib << 20, size_mib * LONG / 1000)
+    assert world.load(tokens) == 0
+    world.heat(tokens)
+    assert np.array_equal(world.engine.read(world.rows), blocks)
+
+
+def wait_for_loss(match: Match) -> None:
+    """Until the client has seen that its daemon is gone."""
+
+    def is_lost() -> bool:
+        try:
+            match.check()
+        except LeaseLost:
+            return True
+        return False
+
+    assert eventually(is_lost)
+
+
+def test_an_engine_attends_in_place() -> None:
+    """in_place: blocks are read in the arena at their offsets, for as long as the lease lives."""
+    world = World("in_place")
+    tokens, blocks = world.put(1)
+    world.heat(tokens)
+    with world.space.lookup(tokens) as match:
+        shown = world.side.in_place(match)
+        assert shown is not None
+        for offset, block in zip(shown.offsets.tolist(), blocks, strict=True):
+            found = ctypes.string_at(shown.address + offset, len(block))
+            assert found == block.tobytes()
+        match.check()
+    world.close()
+
+
+def test_staging_shows_no_more_than_was_leased() -> None:
+    """copy: what an engine can open holds zeros and its own loads, and there is no arena for it."""
+    world = World("copy")
+    secret, _ = world.put(1)
+    world.heat(secret)
+    with world.daemon.client(call_timeout_seconds=5.0) as client:
+        gpu = GpuSide(world.device)
+        space = client.attach(world.space.spec)
+        side = gpu.engine(space, world.engine.pages)
+        tokens, _ = world.put(2)
+        with space.lookup(tokens) as match:
+            side.load(match, world.rows).result()
+            assert side.in_place(match) is None
+        share = side._device_share
+        assert share is not None
+        assert not any(ctypes.string_at(share.address, share.length))
+        gpu.close()
+    world.close()
+
+
+def test_without_the_tier_loads_come_from_host() -> None:
+    """A daemon that has no hbm tier, or one on another GPU, costs a load nothing but a question."""
+    with DaemonProcess() as running, running.client(call_timeout_seconds=5.0) as client:
+        device = Device(driver=fake_driver())
+        gpu, engine = GpuSide(device), Engine(device, "vllm")
+        side = gpu.engine(client.attach(spec_of(engine.layout)), engine.pages)
+        tokens = list(range(4 * BLOCK))
+        blocks = [np.frombuffer(b, np.uint8) for b in Tagged(side.space.spec).blocks(tokens)]
+        side.space.put(tokens, blocks)
+        with side.space.lookup(tokens) as match:
+            load = side.load(match, engine.rows([0, 1, 2, 3]))
+            load.result()
+            assert load.device_blocks == 0
+            assert side.in_place(match) is None
+        assert side._device_share is not None
+        assert "tiers.hbm" in side._device_share.why
+        gpu.close()
+        engine.memory.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ('tiers.hbm.size = "8EiB"\n', "tiers.hbm.size"),
+        ('tiers.hbm.size = "100GiB"\n', "lower the size of tier hbm"),
+        ('tiers.hbm.size = "0"\n', "tiers.hbm.size"),
+        ('tiers.hbm.device = "0"\n', "nvidia-smi -L"),
+        (
+            'tiers.hbm.size = "1MiB"\n'
+            'tiers.hbm.device = "GPU-00000000-0000-0000-0000-000000000000"\n',
+            "this machine has GPU-a0a0",
+        ),
+        ('tiers.hbm.staging_bytes = "1MiB"\n', "below tiers.hbm.staging_bytes_per_session"),
+        (
+            'tiers.hbm.size = "4MiB"\ntiers.hbm.share = "in_place"\n'
+            '[[tenants]]\nname = "a"\nisolated = true\nhost_size = "8MiB"\n',
+            "isolated",
+        ),
+    ],
+)
+def test_wrong_settings_end_the_daemon_with_a_sentence(extra: str, message: str) -> None:
+    """A GPU that is not there or too small, and settings that exclude each other: exit 2."""
+    made = DaemonProcess(config=extra)
+    made.environ["LD_LIBRARY_PATH"] = str(library().parent)
+    try:
+        made.launch()
+        assert made.wait() == 2
+        assert message in made.log
+    finally:
+        made.close()
+
+
+def test_a_machine_without_a_gpu_names_the_key() -> None:
+    """A size without any CUDA driver is a configuration error."""
+    made = DaemonProcess(config='tiers.hbm.size = "4MiB"\n')
+    try:
+        made.launch()
+        assert made.wait() == 2
+        assert (
+            "tiers.hbm.size is set, but the CUDA driver libcuda.so.1 cannot be loaded" in made.log
+        )
+    finally:
+        made.close()
