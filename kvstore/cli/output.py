@@ -13,7 +13,7 @@ import click
 from kvstore.core.config import Config, find_socket, load
 from kvstore.core.errors import AlreadyRunning, ConfigError, KVStoreError, StoreUnavailable
 
-TIERS = ("host", "disk")
+TIERS = ("hbm", "host", "disk")
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 F = TypeVar("F", bound=Callable[..., Any])
 

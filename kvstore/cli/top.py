@@ -32,6 +32,11 @@ RATES = {
     "evicted blocks": "kvstore_evicted_blocks_total",
     "corrupt blocks": "kvstore_corrupt_blocks_total",
 }
+GPU_RATES = {
+    "copied to the GPU": "kvstore_hbm_promoted_bytes_total",
+    "blocks read on the GPU": "kvstore_hbm_loaded_blocks_total",
+}
+"""Shown where there is a tier hbm."""
 
 
 @click.command()
@@ -103,7 +108,7 @@ class Watch:
         """Adds a reading; a daemon that was restarted begins anew."""
         before, seconds = self._status.get("counters", {}), time - self._time
         if self._status and status["pid"] == self._status["pid"] and seconds > 0:
-            self.rates = rates(before, status["counters"], seconds)
+            self.rates = rates(before, status["counters"], seconds, shown(status))
             self._lookups.append(self.rates["lookups"])
         self._status, self._time = status, time
 
@@ -163,7 +168,7 @@ class Watch:
         for name in ("a second", "in all"):
             table.add_column(name, justify="right")
         counters = self._status["counters"]
-        for label, name in RATES.items():
+        for label, name in shown(self._status).items():
             form = format_bytes if "bytes" in name else "{:,.0f}".format
             total = form(counters.get(name, 0.0))
             table.add_row(label, form(self.rates.get(label, 0.0)), total)
@@ -198,13 +203,21 @@ class Watch:
         return Text(f"\nlookups a second  {spark(list(self._lookups))}" if self._lookups else "")
 
 
+def shown(status: Mapping[str, Any]) -> dict[str, str]:
+    """Counters by the words they are shown as."""
+    return RATES | (GPU_RATES if "hbm" in status.get("tiers", ()) else {})
+
+
 def rates(
-    before: Mapping[str, float], after: Mapping[str, float], seconds: float
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    seconds: float,
+    shown: Mapping[str, str] = RATES,
 ) -> dict[str, float]:
-    """Growth a second of the counters that are shown."""
+    """Growth a second of the counters that are `shown`."""
     return {
         label: max(after.get(name, 0.0) - before.get(name, 0.0), 0.0) / seconds
-        for label, name in RATES.items()
+        for label, name in shown.items()
     }
 
 
