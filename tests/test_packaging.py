@@ -88,11 +88,12 @@ def test_lock_keeps_to_the_ranges() -> None:
 
 
 def test_extras_are_tested_with_the_versions_that_they_install() -> None:
-    """torch, triton and transformers have one version: for users' extras and for the tests."""
+    """torch, triton, transformers and pyzmq have one version: for users' extras and for tests."""
     constraints = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     locked = (ROOT / "requirements" / "kernels.lock").read_text().splitlines()
     locked += (ROOT / "requirements" / "engines.lock").read_text().splitlines()
-    for name in ("torch", "triton", "transformers"):
+    locked += (ROOT / "requirements" / "operate.lock").read_text().splitlines()
+    for name in ("torch", "triton", "transformers", "pyzmq"):
         pinned = [line for line in constraints if line.startswith(f"{name}==")]
         assert len(pinned) == 1
         assert pinned[0] in locked
@@ -103,7 +104,7 @@ def test_core_dependencies_leave_torch_out() -> None:
     for requirement in PROJECT["project"]["dependencies"]:
         assert not requirement.startswith(("torch", "triton", "cupy", "transformers")), requirement
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"bounds", "torch", "triton", "transformers", "gpu"}
+    assert set(extras) == {"bounds", "events", "torch", "triton", "transformers", "gpu"}
 
 
 def test_wheel_contains_only_kvstore(wheel: Path) -> None:

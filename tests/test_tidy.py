@@ -43,6 +43,8 @@ IMPORT_MAP: dict[str, set[str]] = {
     "client": {"core", "cuda", "proto", "client"},
     "metrics": {"core", "metrics"},
     "events": {"core"},
+    "event_wire": {"core", "events"},
+    "event_publisher": {"core", "events", "event_wire"},
     "explain": {"core"},
     "locks": {"core"},
     "scheduling": {"core"},

@@ -157,6 +157,16 @@ class LoggingSection(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+class EventsSection(Section, frozen=True):
+    """KV events on ZeroMQ, beside Subscribe; without an address there is none."""
+
+    publish: str = ""
+    replay: str = ""
+    topic: str = "kvstore"
+    form: Literal["map", "array"] = "map"
+    tenants: tuple[str, ...] = ("default",)
+
+
 class Config(Section, frozen=True):
     server: ServerSection = ServerSection()
     access: tuple[AccessRule, ...] = ()
@@ -167,6 +177,7 @@ class Config(Section, frozen=True):
     limits: LimitsSection = LimitsSection()
     index: IndexSection = IndexSection()
     logging: LoggingSection = LoggingSection()
+    events: EventsSection = EventsSection()
 
     @property
     def host_pools(self) -> dict[str, int]:

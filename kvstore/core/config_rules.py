@@ -28,6 +28,7 @@ POOL_BYTES_MIN = 1 << 20
 def check(config: Config, machine: Machine) -> None:
     """Raises ConfigError for the first rule that `config` breaks."""
     _check_server(config)
+    _check_events(config)
     _check_access(config)
     _check_tenants(config)
     _check_limits(config)
@@ -80,6 +81,19 @@ def parse_group(key: str, group: str) -> int | None:
         raise ConfigError(
             f"{key} is {group!r}, which is no group here; create it or correct the name"
         ) from None
+
+
+def _check_events(config: Config) -> None:
+    events = config.events
+    for name in ("publish", "replay"):
+        address = getattr(events, name)
+        if address and not address.startswith(("tcp://", "ipc://")):
+            raise ConfigError(
+                f"events.{name} is {address!r}; pass an address such as 'tcp://127.0.0.1:5557' or "
+                "'ipc:///run/kvstore/events'"
+            )
+    if events.replay and not events.publish:
+        raise ConfigError("events.replay has nothing to replay; set events.publish too")
 
 
 def _check_access(config: Config) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.core.clock import SystemClock
 from kvstore.core.config import Config
@@ -21,6 +22,7 @@ from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
 from kvstore.daemon.clock_watch import ClockWatch
+from kvstore.daemon.events import publish_events
 from kvstore.daemon.journal import JournalFile
 from kvstore.daemon.reload import ConfigSource, Reloader
 from kvstore.daemon.service_manager import ServiceManager
@@ -49,6 +51,9 @@ from kvstore.server.staging import StagingBudget
 from kvstore.store.assemble import assemble
 from kvstore.store.kvstore import SESSION_TTL_SECONDS, KVStore
 from kvstore.store.record import FileRecord
+
+if TYPE_CHECKING:
+    from kvstore.event_publisher import EventPublisher
 
 TICK_SECONDS = 0.05
 STALL_PROBE_SECONDS = 0.01
@@ -86,6 +91,7 @@ class Daemon:
         self._reloader: Reloader | None = None
         self._journal_path = journal
         self._journal: JournalFile | None = None
+        self._publisher: EventPublisher | None = None
         self._free_pool = False
         self._stop = asyncio.Event()
         self._drain_until: float | None = None
@@ -152,13 +158,14 @@ class Daemon:
         threads = link_threads(config)
         self._links = tuple(threads)
         self._mover = ThreadMover(self._post, threads, int(config.limits.queue_bytes_per_link))
+        log = EventLog(self.clock.wall, config.limits.events_kept)
         self.store = assemble(
-            config, self.clock, tiers.host, tiers.record, self._mover,
-            EventLog(self.clock.wall, config.limits.events_kept), self._defer,
+            config, self.clock, tiers.host, tiers.record, self._mover, log, self._defer,
             random_token(8).hex(), self.metrics, paced(tiers.disk, config),
             None if self._journal is None else self._journal.journal, tiers.hbm,
         )  # fmt: skip
         self.store.on_drain = self.drain
+        self._publisher = publish_events(config, log, self.store, self.metrics)
         if isinstance(tiers.record, FileRecord) and tiers.epochs is not None:
             found = recover(self.store, tiers.record, tiers.epochs)
             if found.adopted_blocks or found.dropped_shards:
@@ -324,6 +331,8 @@ class Daemon:
             await asyncio.sleep(0)
         if self._journal is not None:
             self._journal.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._close_tiers():
             for lock in self._locks:
                 lock.release()
