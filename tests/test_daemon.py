@@ -74,6 +74,7 @@ def test_a_problem_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 class Tiers(NamedTuple):
     host: Any
     disk: Any
+    gpu: Any = None
 
 
 class Tier:
