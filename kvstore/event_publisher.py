@@ -112,7 +112,8 @@ class EventPublisher:
     def addresses(self) -> tuple[str, str]:
         """What is listened on, with the real ports."""
         sockets = (self._pub, self._replay)
-        pub, replay = ("" if s is None else s.last_endpoint.decode() for s in sockets)
+        names = ("" if s is None else s.getsockopt_string(zmq.LAST_ENDPOINT) for s in sockets)
+        pub, replay = (name.rstrip("\0") for name in names)
         return pub, replay
 
     # ---- The owner thread ----

@@ -222,7 +222,8 @@ def read(
     """The configuration as written: what depends on the machine is not filled in, nor checked."""
     raw = read_file(path) if path is not None else {}
     raw = apply_environment(raw, environ or {}, Config, convert)
-    return convert(merge(raw, overrides or {}), Config)
+    config: Config = convert(merge(raw, overrides or {}), Config)
+    return config
 
 
 def read_file(path: str | Path) -> dict[str, Any]:

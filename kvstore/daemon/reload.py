@@ -89,7 +89,8 @@ class Reloader:
         tenants = [pools.get(t.name) or _shared(t) for t in merged.tenants]
         named = {tenant.name for tenant in tenants}
         tenants += [tenant for name, tenant in pools.items() if name not in named]
-        return msgspec.structs.replace(merged, tenants=tuple(tenants))
+        running: Config = msgspec.structs.replace(merged, tenants=tuple(tenants))
+        return running
 
     def _apply(self, before: Config, config: Config) -> None:
         store, running = self._store, self.running
