@@ -55,14 +55,29 @@ class DeviceMemory:
             self._device.free(address)
 
 
+class CudaMemory:
+    """Tensors on a real GPU."""
+
+    def tensor(self, *shape: int, dtype: Any = torch.uint8) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype, device="cuda")
+        made.view(torch.uint8).fill_(0xEE)
+        return made
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+
+
 class Engine:
-    """Pages of one engine, `kind` a layout: vllm, vllm-small, sglang, hnd, hnd-small, packed."""
+    """Pages of one engine, `kind` a layout: vllm, vllm-small, sglang, hnd, hnd-small, packed.
+
+    In memory of the driver's, which has no GPU, or in `memory`.
+    """
 
     def __init__(
         self, device: Device, kind: str, kv_format: str = "raw", stage_slots: int = 6,
-        num_blocks: int = 40,
+        num_blocks: int = 40, memory: DeviceMemory | CudaMemory | None = None,
     ) -> None:  # fmt: skip
-        self.memory = DeviceMemory(device)
+        self.memory = memory or DeviceMemory(device)
         self.layout = layout_of("HND" if "hnd" in kind else "NHD", kv_format)
         self.page_tokens = {"vllm-small": 4, "hnd-small": 4, "sglang": 1}.get(kind, BLOCK)
         self.per_block = BLOCK // self.page_tokens
@@ -93,16 +108,18 @@ class Engine:
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Blocks of the pages, by the reference."""
-        found = torch.zeros((len(rows), self.layout.block_bytes), dtype=torch.uint8)
-        gather_blocks(self.pool, torch.from_numpy(rows), found, self.layout, backend="reference")
-        return np.asarray(found.numpy())
+        shape, there = (len(rows), self.layout.block_bytes), self.pool.device
+        found = torch.zeros(shape, dtype=torch.uint8, device=there)
+        pages = torch.from_numpy(rows).to(there)
+        gather_blocks(self.pool, pages, found, self.layout, backend="reference")
+        return np.asarray(found.cpu().numpy())
 
     def write(self, rows: np.ndarray, blocks: np.ndarray) -> None:
         """Pages from blocks, by the reference."""
-        scatter_blocks(
-            torch.from_numpy(np.ascontiguousarray(blocks)), self.pool, torch.from_numpy(rows),
-            self.layout, backend="reference",
-        )  # fmt: skip
+        there = self.pool.device
+        source = torch.from_numpy(np.ascontiguousarray(blocks)).to(there)
+        pages = torch.from_numpy(rows).to(there)
+        scatter_blocks(source, self.pool, pages, self.layout, backend="reference")
 
     def fill(self, seed: int) -> None:
         """Values that an engine may have computed, in every page."""
