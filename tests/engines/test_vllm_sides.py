@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,8 +171,6 @@ def test_new_weights_void_what_is_under_way(desks: Callable[..., Desk]) -> None:
 
 
 def _empty() -> Any:
-    from types import SimpleNamespace
-
     return SimpleNamespace(
         total_num_scheduled_tokens=0, scheduled_new_reqs=[], num_scheduled_tokens={},
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),

@@ -6,10 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from daemons import DaemonProcess
+
 from kvstore.engines.vllm.process import EngineProcess
+
+LIMITS = "tiers.host.prefault = false\ntiers.host.mlock = false\n"
+BATCH = {"max_num_batched_tokens": 512}  # prompts of these tests are longer than a step computes
 
 
 def tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
@@ -59,3 +65,42 @@ def tell(name: str, **values: Any) -> None:
     if path := os.environ.get("KVSTORE_VLLM_REPORT"):
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def attached(model: Path, daemon: DaemonProcess, **options: Any) -> Engine:
+    settings = {"address": daemon.address, "retry_seconds": 0.2, **options.pop("settings", {})}
+    return Engine(model, settings, **{**BATCH, **options})
+
+
+def tokens(outcomes: list[dict[str, Any]]) -> list[list[int]]:
+    return [outcome["tokens"] for outcome in outcomes]
+
+
+def cached(outcomes: list[dict[str, Any]]) -> list[int]:
+    return [outcome["cached_tokens"] for outcome in outcomes]
+
+
+def settle(daemon: DaemonProcess) -> int:
+    """Waits until no more blocks come in; answers with how many there are."""
+    before, since = -1, time.monotonic()
+    while (count := daemon.status().block_count) != before or time.monotonic() - since < 0.3:
+        if count != before:
+            before, since = count, time.monotonic()
+        time.sleep(0.05)
+    return count
+
+
+def restored(engine: Engine, daemon: DaemonProcess, *asks: dict[str, Any]) -> list[dict[str, Any]]:
+    """The outcomes once vLLM's own cache is empty and the daemon has taken everything in."""
+    settle(daemon)
+    assert engine.call("forget_local")
+    return engine.run(*asks)
+
+
+def eventually(condition: Any, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
