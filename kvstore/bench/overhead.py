@@ -31,7 +31,7 @@ DECODE_TOKENS = ARRIVALS * ARRIVAL_STEPS + 8
 ROUNDS, QUICK_ROUNDS, WARMUP = 6, 1, 1
 POOL_BYTES, POOL_BYTES_MIN = 3 << 30, 1 << 30
 SETTLE_SECONDS, QUIET_SECONDS = 20.0, 0.5
-OPTIONS = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 8}
+OPTIONS: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 8}
 
 
 def run(quick: bool = False, model: str = "") -> dict[str, Any]:
@@ -183,4 +183,4 @@ def _makespan(outcomes: list[dict[str, Any]]) -> float:
     for outcome in outcomes:
         if not outcome["tokens"]:
             raise KVStoreError("vLLM gave no token; look at its log")
-    return max(o["ttft_seconds"] + sum(o["gaps_seconds"]) for o in outcomes)
+    return max(float(o["ttft_seconds"]) + sum(o["gaps_seconds"]) for o in outcomes)

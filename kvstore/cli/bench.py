@@ -185,7 +185,7 @@ def _show(name: str, result: dict[str, Any]) -> None:
         rows.append(["wrong_bytes", f"{result['wrong_bytes']:,}", "<= 0", ""])
     print_table([f"bench {name}", "value", "target", "met"], rows)
     if formats := result.get("formats"):
-        figures = list(max(formats.values(), key=lambda each: len(each)))
+        figures = max((list(each) for each in formats.values()), key=len)
         lines = [[key, *(_short(of.get(each)) for each in figures)] for key, of in formats.items()]
         print_table(["format", *(each.replace("_", " ") for each in figures)], lines)
 

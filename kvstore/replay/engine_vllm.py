@@ -52,7 +52,7 @@ class VLLMReplay:
     ) -> dict[str, Any]:
         """All requests; the engine with the store uses the daemon at `target`."""
         most = self._prompts.options
-        engine = {
+        engine: dict[str, Any] = {
             "max_model_len": most.prompt_tokens_max + most.output_tokens_max + BLOCK_TOKENS,
             "max_num_batched_tokens": most.prompt_tokens_max,
             "num_gpu_blocks_override": OWN_BLOCKS,

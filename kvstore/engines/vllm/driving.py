@@ -116,7 +116,7 @@ class Drive:
     """An engine of `model`; `transfer` is a `KVTransferConfig`, None for plain vLLM."""
 
     def __init__(self, model: str, transfer: Any = None, **options: Any) -> None:
-        from vllm import LLM
+        from vllm import LLM  # type: ignore[import-not-found]
 
         self._numbers = itertools.count()
         defaults = {
@@ -143,7 +143,7 @@ class Drive:
     def _is_busy(self) -> bool:
         """Whether steps have something to do; blocks of what was aborted while it loads, too."""
         scheduler = self.engine.engine_core.engine_core.scheduler
-        return self.engine.has_unfinished_requests() or scheduler.has_finished_requests()
+        return bool(self.engine.has_unfinished_requests() or scheduler.has_finished_requests())
 
     def _add(self, name: str, ask: Ask) -> None:
         from vllm import SamplingParams

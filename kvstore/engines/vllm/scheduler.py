@@ -110,7 +110,7 @@ class SchedulerSide:
         """Whether vLLM publishes KV events, and blocks are named as they are there."""
         events = getattr(self._config, "kv_events_config", None)
         wanted = events is not None and events.enable_kv_cache_events
-        return wanted and self._specs[0].key_mode == "external"
+        return bool(wanted) and self._specs[0].key_mode == "external"
 
     def take_events(self) -> list[Stored | Removed | Cleared]:
         """What came to or left the store's tiers since the last call."""
