@@ -17,14 +17,14 @@ import numpy as np
 
 from kvstore.core.block import place_offset
 from kvstore.core.completion import Completion
-from kvstore.core.errors import CorruptBlock, FailedPrecondition, TierError
+from kvstore.core.errors import CorruptBlock, FailedPrecondition, InvalidRequest, TierError
 from kvstore.core.space import Space
 from kvstore.mover import ARENA_IN_LINK, ARENA_OUT_LINK, Job, Moved
 from kvstore.policies.index import Span
 from kvstore.policies.promotion import Promotion
 from kvstore.store.costs import ENGINE_PRIOR, PRIORS, SAMPLES_MIN
 from kvstore.store.evict import Remover
-from kvstore.store.parts import HOST, Parts
+from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
 from kvstore.store.restore import RestoreFlow, shard_of
 from kvstore.store.retire import RetiredSlots
 from kvstore.store.sessions import Attachment, Session
@@ -93,9 +93,13 @@ class HbmCopies:
         """Where copies of leased blocks are readable by the engine: int64 offsets, -1 for none.
 
         In the arena as long as the lease lives; else in the session's staging, of which [offset,
-        offset + room) may be overwritten. Raises LeaseLost, InvalidRequest, FailedPrecondition.
+        offset + room) may be overwritten. At most SLICE_BLOCKS blocks, a turn's worth. Raises
+        LeaseLost, InvalidRequest, FailedPrecondition.
         """
         lease = self._restores.owned(session, lease_id)
+        count = block_count or lease.block_count - first_block
+        if count > SLICE_BLOCKS:
+            raise InvalidRequest(f"{count} blocks are too many; ask for {SLICE_BLOCKS} at a time")
         path = self._restores.path(lease, first_block, block_count)
         attachment = lease.attachment
         places = self._parts.index.places(path, HOST, shard_of(session, lease)).tolist()
@@ -275,8 +279,10 @@ class HbmCopies:
                 self._promotion.gone(place)
 
     def _drop(self, place: int) -> None:
-        readers = [reader for reader, held in self._held.items() if place in held]
-        self._retired.retire([self._copies.pop(place)], readers if self._holds[place] else ())
+        readers: list[int] = []
+        if self._holds[place]:
+            readers = [reader for reader, held in self._held.items() if place in held]
+        self._retired.retire([self._copies.pop(place)], readers)
         self._promotion.gone(place)
 
     def _hold(self, reader: int, places: list[int]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from daemons import SPEC, Tagged
 from fake_cuda import fake_driver
 
-from kvstore.client import KVClient, LimitReached, Match, NotFound
+from kvstore.client import InvalidRequest, KVClient, LimitReached, Match, NotFound
 from kvstore.core.block import place_offset
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import FailedPrecondition
@@ -34,7 +34,7 @@ class World:
         self.clock = ManualClock()
         self.tier = HbmTier(Device(driver=fake_driver()), {"": size}, buffer_bytes=1 << 18)
         sections = {"tiers": {"hbm": {"staging_bytes_per_session": "1MiB", **hbm}}}
-        self.store = InProcessStore("32MiB", hbm=self.tier, clock=self.clock, sections=sections)
+        self.store = InProcessStore("64MiB", hbm=self.tier, clock=self.clock, sections=sections)
         self.client = self.store.client()
         self.space = self.client.attach(SPEC)
         self.share: Any = None
@@ -149,7 +149,7 @@ def test_a_copy_goes_with_the_host_copy(world: World, how: str) -> None:
     elif how == "epoch":
         world.client.admin.bump_epoch(world.space.space_id)
     else:
-        for seed in range(2, 300):
+        for seed in range(2, 600):
             world.put(seed)
     world.store.settle()
     if how != "evicted":
@@ -172,6 +172,21 @@ def test_a_lost_lease_gets_nothing(world: World) -> None:
     other = world.store.client()
     with pytest.raises(NotFound, match="lease"):
         world.call("LoadDevice", request, other)
+
+
+def test_a_call_takes_a_turn_and_no_more(world: World) -> None:
+    """Too many blocks for a turn of the owner, and blocks that are not leased, are refused."""
+    tokens = world.put(1, 1100)
+    with world.space.lookup(tokens) as match:
+        assert match.lease is not None
+        request = pb.LoadDeviceRequest(lease_id=match.lease.id)
+        with pytest.raises(InvalidRequest, match="1024 at a time"):
+            world.call("LoadDevice", request)
+        request.block_count = 1024
+        assert len(world.call("LoadDevice", request).offsets) == 8 * 1024
+        request.first_block = 1000
+        with pytest.raises(InvalidRequest, match="not all leased"):
+            world.call("LoadDevice", request)
 
 
 def test_another_gpu_and_no_gpu_are_refused(world: World) -> None:

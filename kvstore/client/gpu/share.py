@@ -20,6 +20,7 @@ from kvstore.cuda.driver import CudaError
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 IN_PLACE = "in_place"
+BLOCKS_A_CALL = 1024  # as many as the daemon answers in one turn
 
 
 class InPlace(NamedTuple):
@@ -102,8 +103,20 @@ class DeviceShare:
 
     def _ask(self, match: Match, offset: int, room: int) -> np.ndarray | None:
         """Offsets of the match's blocks; None when the daemon cannot say: host has them, too."""
-        assert match.lease is not None, "a match without a lease has no blocks to load"
         (blocks,) = match.ranges
+        found: list[np.ndarray] = []
+        for first in range(blocks.start, blocks.stop, BLOCKS_A_CALL):
+            part = range(first, min(first + BLOCKS_A_CALL, blocks.stop))
+            offsets = self._ask_part(match, part, offset, room)
+            if offsets is None:
+                return None
+            used = int((offsets >= 0).sum()) * match.attachment.slot_bytes
+            offset, room = offset + used, max(0, room - used)
+            found.append(offsets)
+        return np.concatenate(found)
+
+    def _ask_part(self, match: Match, blocks: range, offset: int, room: int) -> np.ndarray | None:
+        assert match.lease is not None, "a match without a lease has no blocks to load"
         request = pb.LoadDeviceRequest(
             lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks),
             staging_offset=offset, staging_bytes=room,
