@@ -1,22 +1,28 @@
 """`kvstore bench engine`: first tokens of a real model, with the store and without, in turns.
 
 Each prompt is 1,024 tokens that all have in common and 64 that are new. Roots of their own, by
-salt, make each read from disk a first one.
+salt, make each read from disk a first one. What computing the 64 on the 1,024 takes without any
+store is measured in turns with them: no store can be quicker. Processor time is told beside, as it
+says more on a busy machine.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore.bench.measure import alternate, document, medians, timed
+from kvstore.bench.measure import alternate, cpu_seconds_of, document, medians
 from kvstore.client import KVClient, Space
+from kvstore.core.clock import cpu_seconds, perf_seconds
 from kvstore.core.errors import KVStoreError
 from kvstore.engines import smollm2
-from kvstore.engines.generating import prefill_alone
-from kvstore.engines.transformers import Prefill, block_reader, prefill_with_store, spec_of
+from kvstore.engines.dynamic_cache import CacheBlocks, PromptMemory
+from kvstore.engines.generating import extend, prefill_alone
+from kvstore.engines.transformers import Prefill, prefill_with_store, spec_of
 from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
 from kvstore.replay.own_disk import disk_section, fitting_disk_bytes, own_disk
 
@@ -54,6 +60,7 @@ class _Bench:
         self._shared = self._tokens(SHARED_TOKENS)
         self._salts: Iterator[str] = iter(())
         self._stores: dict[str, list[float]] = {"host": [], "disk": []}
+        self._cpu: defaultdict[str, list[float]] = defaultdict(list)
         self.wrong_bytes = 0
 
     def _tokens(self, count: int) -> list[int]:
@@ -69,7 +76,7 @@ class _Bench:
     def fill(self, count: int) -> None:
         """Puts the common part under each salt, and leaves it on disk only."""
         self._cache = prefill_alone(self._model, self._shared).cache
-        self._read = block_reader(self._cache, self._spec)
+        self._blocks = CacheBlocks(self._cache, self._spec)
         salts = ["host", *map(str, range(count))]
         with self._client() as client:
             space = client.attach(self._spec)
@@ -82,7 +89,7 @@ class _Bench:
         self._salts = iter(salts[1:])
 
     def _put(self, space: Space, salt: str) -> None:
-        result = space.put(self._shared, self._read, cache_salt=salt)
+        result = space.put(self._shared, self._blocks, cache_salt=salt)
         if result.rejected:
             raise KVStoreError(f"the daemon took not all of a prompt: {result.reason}")
 
@@ -93,16 +100,54 @@ class _Bench:
             fresh = map("put {}".format, range(10**6))
             samples = alternate(
                 {
-                    "alone": lambda: prefill_alone(self._model, self._prompt()).seconds,
+                    "alone": self._alone,
+                    "compute_only": self._compute_only,
                     "host": lambda: self._restored(space, "host", "host"),
                     "disk": lambda: self._restored(space, next(self._salts), "disk"),
-                    "put": lambda: timed(lambda: self._put(space, next(fresh)))(),
+                    "restore": lambda: self._restore(space),
+                    "put": lambda: self._timed_put(space, next(fresh)),
                 },
                 rounds,
                 WARMUP,
             )
         samples |= {f"{tier}_store": seconds[-rounds:] for tier, seconds in self._stores.items()}
-        return self._document(samples)
+        cpu = medians({name: seconds[-rounds:] for name, seconds in self._cpu.items()})
+        return self._document(samples, cpu)
+
+    @contextmanager
+    def _metered(self, name: str) -> Iterator[None]:
+        """Processor time of a contestant, and of the daemon meanwhile."""
+        pid = self._daemon.pid
+        own, daemon = cpu_seconds(), cpu_seconds_of(pid)
+        yield
+        self._cpu[name].append(cpu_seconds() - own)
+        self._cpu[f"{name}_daemon"].append(cpu_seconds_of(pid) - daemon)
+
+    def _alone(self) -> float:
+        with self._metered("alone"):
+            return prefill_alone(self._model, self._prompt()).seconds
+
+    def _compute_only(self) -> float:
+        """The new tokens on a cache that is there already."""
+        ready, ids = copy_of(self._model, self._cache), self._tokens(NEW_TOKENS)
+        with self._metered("compute_only"):
+            return extend(self._model, ready, ids)
+
+    def _restore(self, space: Space) -> float:
+        """The common part from host into memory for a prompt, and nothing else."""
+        with self._metered("restore"):
+            began = perf_seconds()
+            with space.lookup(self._shared, cache_salt="host") as match:
+                memory = PromptMemory(self._spec, SHARED_TOKENS + NEW_TOKENS, self._model)
+                memory.load(match.ranges[0], space.restore(match))
+                match.check()
+            return perf_seconds() - began
+
+    def _timed_put(self, space: Space, salt: str) -> float:
+        with self._metered("put"):
+            began = perf_seconds()
+            self._put(space, salt)
+            return perf_seconds() - began
 
     def _prompt(self) -> list[int]:
         return [*self._shared, *self._tokens(NEW_TOKENS)]
@@ -111,7 +156,8 @@ class _Bench:
         return prefill_with_store(self._model, self._prompt(), space, cache_salt=salt, store=False)
 
     def _restored(self, space: Space, salt: str, tier: str) -> float:
-        done = self._first(space, salt)
+        with self._metered(tier):
+            done = self._first(space, salt)
         if done.sources != {tier: SHARED_TOKENS}:
             raise KVStoreError(
                 f"{SHARED_TOKENS} tokens should have come from {tier} and {done.sources} did: "
@@ -121,7 +167,7 @@ class _Bench:
         self._stores[tier].append(done.store_seconds)
         return done.seconds
 
-    def _document(self, samples: dict[str, list[float]]) -> dict[str, Any]:
+    def _document(self, samples: dict[str, list[float]], cpu: dict[str, float]) -> dict[str, Any]:
         middle = medians(samples)
         # What the model would have computed: the whole less what it still computes.
         saved = middle["alone"] - (middle["host"] - middle["host_store"])
@@ -133,11 +179,39 @@ class _Bench:
                 "store_share": (middle["host_store"] + middle["put"]) / saved,
             },
             samples,
+            compute_only_ratio=middle["compute_only"] / middle["alone"],
             restore_share=middle["host_store"] / saved,
             put_share=middle["put"] / saved,
+            cpu=cpu_figures(cpu),
+            medians_cpu_seconds=cpu,
             restored_bytes=size,
             wrong_bytes=self.wrong_bytes,
         )
+
+
+def cpu_figures(cpu: Mapping[str, float]) -> dict[str, float]:
+    """The same figures by processor time, the daemon's with the engine's."""
+
+    def both(name: str) -> float:
+        return cpu[name] + cpu[f"{name}_daemon"]
+
+    whole = cpu["alone"]
+    return {
+        "ttft_ratio_host": both("host") / whole,
+        "ttft_ratio_disk": both("disk") / whole,
+        "compute_only_ratio": cpu["compute_only"] / whole,
+        "store_share": (both("restore") + both("put")) / (whole - cpu["compute_only"]),
+    }
+
+
+def copy_of(model: Any, cache: Any) -> Any:
+    """A cache of a model's with the same content."""
+    from transformers import DynamicCache
+
+    made = DynamicCache(config=model.config)
+    for n, layer in enumerate(cache.layers):
+        made.update(layer.keys, layer.values, n)
+    return made
 
 
 def _difference(cache: Any, known: Any) -> int:

@@ -52,6 +52,11 @@ def perf_seconds() -> float:
     return time.perf_counter()
 
 
+def cpu_seconds() -> float:
+    """Processor time that this process has taken, all threads, for measuring on a busy machine."""
+    return time.process_time()
+
+
 def sleep(seconds: float) -> None:
     """Blocks the calling thread; worker threads and the command line only."""
     time.sleep(seconds)

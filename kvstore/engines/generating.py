@@ -48,6 +48,18 @@ def predictions(model: Any, ids: Any, count: int) -> tuple[Any, Any]:
     return output.logits[0], cache
 
 
+def extend(model: Any, cache: Any, ids: Any) -> float:
+    """Computes more tokens, [n], on a cache; answers with the seconds that took."""
+    import torch
+
+    tensor = torch.as_tensor(ids, device=model.device)[None]
+    began = perf_seconds()
+    with torch.no_grad():
+        model(tensor, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
+    _synchronize(model)
+    return perf_seconds() - began
+
+
 def decode(model: Any, prefill: Prefill, count: int, stop: Collection[int] = ()) -> Answer:
     """Up to `count` tokens after a prompt, the likeliest each; a token of `stop` ends it."""
     import torch
