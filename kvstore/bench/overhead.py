@@ -183,4 +183,5 @@ def _makespan(outcomes: list[dict[str, Any]]) -> float:
     for outcome in outcomes:
         if not outcome["tokens"]:
             raise KVStoreError("vLLM gave no token; look at its log")
-    return max(float(o["ttft_seconds"]) + sum(o["gaps_seconds"]) for o in outcomes)
+    ends = [o["ttft_seconds"] + sum(o["gaps_seconds"]) for o in outcomes]
+    return float(max(ends))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from vllm_world import (
 )
 
 from kvstore.engines import smollm2
-from kvstore.engines.vllm.process import VLLMProblem
+from kvstore.engines.vllm.process import VLLMProblem, interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -164,3 +166,36 @@ def test_a_prompt_is_handed_over(model: Path, plain: Engine) -> None:
         outcomes = decode.run({**lost, "params": params})
         assert tokens(outcomes) == right[1:]
         decode.close()
+
+
+IMAGES = """
+import json
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+from kvstore.engines.vllm.prompts import Prompts
+
+def digests(*images):
+    features = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=at, length=6))
+        for at, name in images
+    ]
+    request = Request("r", [7] * 40, SamplingParams(), None, mm_features=features)
+    return [(block, digest.hex()) for block, digest in prompts.of(request, 39).extra_digests]
+
+prompts = Prompts("tokens", 8, 8)
+print(json.dumps([digests(), digests((9, "a")), digests((9, "b")), digests((9, "a"), (30, "c"))]))
+"""
+
+
+def test_images_are_part_of_the_names_of_their_blocks() -> None:
+    """The same placeholder tokens for another image name other blocks, and only those."""
+    ran = subprocess.run(
+        [interpreter(), "-c", IMAGES], capture_output=True, text=True, check=True, timeout=120
+    )
+    none, one, other, two = json.loads(ran.stdout.splitlines()[-1])
+    assert none == []
+    assert [block for block, _ in one] == [block for block, _ in other] == [1]
+    assert one != other
+    assert [block for block, _ in two] == [1, 3]
+    assert two[0] == one[0]

@@ -30,7 +30,7 @@ from kvstore.engines.vllm.identity import (
 from kvstore.engines.vllm.messages import LoadJob, Prompt
 from kvstore.engines.vllm.pages import Groups, Pages
 from kvstore.engines.vllm.scheduler import certain_tokens
-from kvstore.engines.vllm.settings import settings_of
+from kvstore.engines.vllm.settings import check_version, settings_of
 from kvstore.engines.vllm.worker import Buffers, Load, Loads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -55,6 +55,16 @@ def test_wrong_settings_are_refused_with_the_fix(config: Any, words: str) -> Non
     """An engine does not start with a setting that would be ignored or fail requests later."""
     with pytest.raises(SpecError, match=words):
         settings_of(config)
+
+
+def test_a_vllm_with_another_interface_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Versions before the tried one are refused, later ones get a warning."""
+    with pytest.raises(SpecError, match="kvstore's connector needs 0"):
+        check_version("0.31.1")
+    check_version("0.32.0+cpu")
+    assert not caplog.records
+    check_version("1.0")
+    assert "was tried with vLLM 0.32" in caplog.text
 
 
 @given(page=st.integers(1, 1 << 22), block=st.sampled_from([16, 32, 128, 1024]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import vllm  # type: ignore[import-not-found]
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,7 +19,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[impo
 from kvstore.engines.vllm.events import as_vllm
 from kvstore.engines.vllm.messages import SpecMessage, StepMessage
 from kvstore.engines.vllm.scheduler import SchedulerSide
-from kvstore.engines.vllm.settings import settings_of
+from kvstore.engines.vllm.settings import check_version, settings_of
 from kvstore.engines.vllm.worker import Results, WorkerSide
 
 KVConnectorMetadata.register(StepMessage)
@@ -36,6 +37,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_version(vllm.__version__)
         settings = settings_of(self._kv_transfer_config)
         self._scheduler: Any = None
         self._worker: Any = None

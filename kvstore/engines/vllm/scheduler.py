@@ -109,8 +109,10 @@ class SchedulerSide:
     def _wants_events(self) -> bool:
         """Whether vLLM publishes KV events, and blocks are named as they are there."""
         events = getattr(self._config, "kv_events_config", None)
-        wanted = events is not None and events.enable_kv_cache_events
-        return bool(wanted) and self._specs[0].key_mode == "external"
+        if events is None or not events.enable_kv_cache_events:
+            return False
+        is_external: bool = self._specs[0].key_mode == "external"
+        return is_external
 
     def take_events(self) -> list[Stored | Removed | Cleared]:
         """What came to or left the store's tiers since the last call."""
@@ -174,7 +176,7 @@ class SchedulerSide:
         """Whether another engine is still storing what this request was handed over with."""
         if answer.problem or perf_seconds() >= tracked.wait_until:
             return False
-        known = tracked.request.num_tokens - 1
+        known: int = tracked.request.num_tokens - 1
         wanted = min(tracked.wishes.prompt_tokens or known, known)
         return answer.matched_tokens < wanted // self._block_size * self._block_size
 

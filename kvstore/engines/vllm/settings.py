@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import msgspec
 
 from kvstore.core.errors import SpecError
 
+logger = logging.getLogger(__name__)
+
 POLICY = "recompute"
+TRIED = (0, 32)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,6 +36,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hand_over_seconds: float = 2.0
     tool_call_token_ids: tuple[int, ...] = ()
     report_steps: bool = True
+
+
+def check_version(version: str) -> None:
+    """Raises SpecError for a vLLM whose connector interface is another; warns of untried ones."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < TRIED:
+        raise SpecError(
+            f"this is vLLM {version}; kvstore's connector needs {TRIED[0]}.{TRIED[1]} or newer"
+        )
+    if found > TRIED:
+        logger.warning("kvstore's connector was tried with vLLM 0.32; this is %s", version)
 
 
 def settings_of(transfer_config: Any) -> Settings:
