@@ -233,7 +233,7 @@ class HbmCopies:
         parts = self._parts
         self._moving.difference_update(piece.places)
         sums = moved.value if moved.error is None else [None] * len(piece.places)
-        arrived = []
+        arrived, headers = [], []
         for i, place in enumerate(piece.places):
             unchanged = parts.host.generation(place) == piece.generations[i] and (
                 place not in self._copies
@@ -242,11 +242,13 @@ class HbmCopies:
                 self.tier.commit([(piece.slots[i], piece.headers[i], piece.checksums[i])])
                 self._copies[place] = piece.slots[i]
                 arrived.append(place)
+                headers.append(piece.headers[i])
                 continue
             self._retired.retire([piece.slots[i]])
             if unchanged and sums[i] is not None:
                 self._remover.quarantine(place)
         self._promotion.arrived(arrived, parts.clock.now())
+        self._tell_stored(headers)
         if arrived:
             parts.recorder.copied(ARENA_IN_LINK, len(arrived) * length, moved.seconds)
             parts.recorder.hbm_promoted(len(arrived), len(arrived) * length)
@@ -282,8 +284,33 @@ class HbmCopies:
         readers: list[int] = []
         if self._holds[place]:
             readers = [reader for reader, held in self._held.items() if place in held]
-        self._retired.retire([self._copies.pop(place)], readers)
+        slot = self._copies.pop(place)
+        self._tell_removed(self.tier.header(slot))
+        self._retired.retire([slot], readers)
         self._promotion.gone(place)
+
+    # ---- Events: of a block's first shard, the others lie on other GPUs ----
+
+    def _tell_stored(self, headers: list[BlockHeader]) -> None:
+        chains: list[list[BlockHeader]] = []
+        for header in headers:
+            if header.shard:
+                continue
+            if chains and chains[-1][-1].key == header.parent_key:
+                chains[-1].append(header)
+            else:
+                chains.append([header])
+        for chain in chains:
+            space = self._parts.spaces.get(chain[0].space)
+            if space is not None:
+                keys = b"".join(header.key for header in chain)
+                symbols = b"".join(header.symbol for header in chain)
+                self._parts.events.stored(space, "hbm", keys, chain[0].parent_key, symbols)
+
+    def _tell_removed(self, header: BlockHeader) -> None:
+        space = self._parts.spaces.get(header.space)
+        if space is not None and not header.shard:
+            self._parts.events.removed(space, "hbm", header.key)
 
     def _hold(self, reader: int, places: list[int]) -> None:
         """Slots of these copies are read until the reader has ended."""

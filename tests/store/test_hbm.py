@@ -260,6 +260,32 @@ def test_blocks_shown_in_place_stay_until_the_lease_ends() -> None:
     world.close()
 
 
+def test_events_tell_what_lies_on_the_gpu(world: World) -> None:
+    """Stored and Removed with medium hbm give, at every moment, the keys of what is there."""
+    shown: set[bytes] = set()
+
+    def hear(event: Any) -> None:
+        keys = {event.keys[i : i + 16] for i in range(0, len(event.keys), 16)}
+        if event.medium == "hbm" and event.kind == "stored":
+            assert not shown & keys
+            shown.update(keys)
+        elif event.medium == "hbm":
+            assert keys <= shown
+            shown.difference_update(keys)
+
+    world.store.events.subscribe(None, 0, hear)
+    prompts = [world.put(seed, 16) for seed in range(1, 8)]
+    for turn in range(30):
+        world.load(prompts[turn * turn % 7])
+        world.clock.advance(0.7)
+        if turn == 20:
+            world.client.admin.clear(space_id=world.space.space_id)
+            prompts = [world.put(seed, 16) for seed in range(1, 8)]
+        tier, copies = world.tier, world.hbm._copies.values()
+        assert shown == {tier.header(slot).key for slot in copies}
+    assert shown
+
+
 def test_nothing_is_copied_where_it_is_no_faster(world: World) -> None:
     """Where loads from host are measured quicker than from a copy, no copies are made."""
     for size in (1, 2, 4, 8, 16) * 8:
