@@ -54,6 +54,9 @@ operate-env: $(OPERATE_STAMP) ## Add what the tests of deploy/ and of the docume
 
 $(OPERATE_STAMP): $(ENGINES_STAMP) requirements/operate.lock
 	$(BIN)/pip install --quiet -r requirements/operate.lock
+	@cd $(VENV) && { command -v promtool || { apt-get -qq update && apt-get -qq download prometheus \
+		&& dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb; }; } >/dev/null 2>&1 \
+		|| echo "Prometheus is not to be had here (apt install prometheus): its tests are left out"
 	@touch $@
 
 smollm2: $(SMOLLM2_STAMP) ## Fetch and convert the small model of bench engine and demo-engine, once
