@@ -44,7 +44,7 @@ class PagedDecoder:
         self.tokens = self.context_tokens
         self._parts: list[_Paged] = []
         if context is not None:
-            _check_context(context, self.layout)
+            _check_context(context, self.layout, model.device)
             self._parts = [_Paged(part, context.layout) for part in context.parts]
         blocks = -(-room_tokens // self.layout.block_size)
         self._pool = torch.zeros(
@@ -172,9 +172,15 @@ def _check_model(model: Any, layout: Any) -> None:
         )
 
 
-def _check_context(context: Context, layout: Any) -> None:
+def _check_context(context: Context, layout: Any, device: Any) -> None:
     if context.layout.raw != layout:
         raise SpecError(
             f"the context's blocks are {context.layout.raw}, the decoder's {layout}; restore from "
             "a space of the same spec, in whatever format"
         )
+    for part in context.parts:
+        if part.pool.device != device:
+            raise SpecError(
+                f"the context is on {part.pool.device}, the model on {device}; attention reads "
+                "blocks where they are, so both must be on one device"
+            )

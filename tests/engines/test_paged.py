@@ -262,6 +262,9 @@ def test_what_does_not_fit_is_named(model: Any, spec: Any, prompt: Any) -> None:
     context = context_of([memoryview(bytes(other.block_bytes))], other)
     with pytest.raises(SpecError, match="restore from a space of the same spec"):
         PagedDecoder(model, spec, context, room_tokens=NEW)
+    context = context_of([memoryview(bytes(spec.block_bytes))], spec)
+    with pytest.raises(SpecError, match="the context is on cpu, the model on meta"):
+        PagedDecoder(tiny_llama(head_dim=64).to("meta"), spec, context, room_tokens=NEW)
     decoder = PagedDecoder(model, spec, room_tokens=NEW)
     for ids in (prompt[: NEW + 1], prompt[:0], prompt[None, :4]):
         with pytest.raises(InvalidRequest, match=f"0 of {NEW} tokens"):
