@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import fake_cuda
 import numpy as np
 import pytest
 from daemons import DaemonProcess, Tagged, eventually
 from fake_cuda import fake_driver, library
-from gpu_world import BLOCK, Engine, spec_of
+from gpu_world import BLOCK, Engine, layout_of, spec_of
 
 from kvstore.client import KVClient, LeaseLost, Match
 from kvstore.client.gpu import Calibration, Device, EngineSide, GpuSide
+from kvstore.client.gpu.share import DeviceShare
 
 BLOCKS = 12
 LONG = 400
 """Slow enough loads from host, as told: milliseconds for a MiB."""
 
 
-def daemon_with(share: str, size: str = "4MiB") -> DaemonProcess:
+def daemon_with(share: str, size: str = "4MiB", extra: str = "") -> DaemonProcess:
     made = DaemonProcess(
         config=f'tiers.hbm.size = "{size}"\ntiers.hbm.share = "{share}"\n'
-        'tiers.hbm.staging_bytes_per_session = "4MiB"\n'
+        f'tiers.hbm.staging_bytes_per_session = "4MiB"\n{extra}'
     )
     made.environ["LD_LIBRARY_PATH"] = str(library().parent)
     return made
@@ -31,8 +37,8 @@ def daemon_with(share: str, size: str = "4MiB") -> DaemonProcess:
 class World:
     """A daemon with a GPU, and an engine of another process on the same one."""
 
-    def __init__(self, share: str, size: str = "4MiB") -> None:
-        self.daemon = daemon_with(share, size).start()
+    def __init__(self, share: str, size: str = "4MiB", extra: str = "") -> None:
+        self.daemon = daemon_with(share, size, extra).start()
         self.client: KVClient = self.daemon.client(call_timeout_seconds=5.0)
         self.device = Device(driver=fake_driver())
         self.gpu = GpuSide(self.device)
@@ -175,6 +181,61 @@ def test_staging_shows_no_more_than_was_leased() -> None:
     world.close()
 
 
+ENGINE = """
+import sys
+from fake_cuda import fake_driver
+from gpu_world import spec_of, layout_of
+from kvstore.client import KVClient
+from kvstore.client.gpu import Device
+from kvstore.client.gpu.share import DeviceShare
+client = KVClient.connect(sys.argv[1], call_timeout_seconds=5.0)
+client.attach(spec_of(layout_of()))
+share = DeviceShare(Device(driver=fake_driver()), client._link.session(), 5.0)
+print(share.length, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_device_staging_of_a_killed_engine_is_free() -> None:
+    """I15: after kill -9 of an engine its device staging is another one's."""
+    made = daemon_with("copy", extra='tiers.hbm.staging_bytes = "4MiB"\n')
+    environment = {**os.environ, "PYTHONPATH": str(Path(fake_cuda.__file__).parent)}
+    with made, made.client(call_timeout_seconds=5.0) as client:
+        engine = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, made.address], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        client.attach(spec_of(layout_of()))  # from now on the session is kept
+        assert engine.stdout is not None
+        assert int(engine.stdout.readline()) == 4 << 20
+        device, session = Device(driver=fake_driver()), client._link.session()
+        assert "tiers.hbm.staging_bytes" in DeviceShare(device, session, 5.0).why
+        engine.kill()
+        engine.communicate()
+
+        def is_free() -> bool:
+            share = DeviceShare(device, session, 5.0)
+            share.close()
+            return not share.why
+
+        assert eventually(is_free, 2.0)
+
+
+def test_blocks_on_disk_come_through_host(tmp_path: Path) -> None:
+    """What lies on disk only is brought to host, and loaded from there."""
+    extra = f'tiers.disk.path = "{tmp_path / "disk"}"\ntiers.disk.size = "64MiB"\n'
+    world = World("copy", extra=extra)
+    tokens, blocks = world.put(1)
+    world.client.admin.flush()
+    world.daemon.kill()
+    world.daemon.lose_memory()
+    world.daemon.start()
+    assert eventually(lambda: world.client.available)
+    assert world.load(tokens) == 0
+    assert np.array_equal(world.engine.read(world.rows), blocks)
+    world.close()
+
+
 def test_without_the_tier_loads_come_from_host() -> None:
     """A daemon that has no hbm tier, or one on another GPU, costs a load nothing but a question."""
     with DaemonProcess() as running, running.client(call_timeout_seconds=5.0) as client:
@@ -191,6 +252,7 @@ def test_without_the_tier_loads_come_from_host() -> None:
             assert side.in_place(match) is None
         assert side._device_share is not None
         assert "tiers.hbm" in side._device_share.why
+        assert "libcuda" not in Path(f"/proc/{running.pid}/maps").read_text()
         gpu.close()
         engine.memory.close()
 
