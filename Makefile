@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install kernels-env engines-env operate-env smollm2 demo demo-engine test test-long \
-	test-kernels compile-check simulate-faults lint format typecheck proto docs bench clean
+	test-kernels compile-check simulate-faults lint format typecheck proto docs docs-site bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -121,6 +121,9 @@ proto: install ## Generate the gRPC code anew
 docs: install ## Write anew what of docs/ follows from code and tests
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python docs/generate_promises.py
+
+docs-site: operate-env ## Build the documentation as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install ## Measure this machine
 	$(BIN)/kvstore bench
