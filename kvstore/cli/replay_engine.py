@@ -69,7 +69,12 @@ def vllm_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """What a person wants to know of it."""
-    by_tier = result["token_hit_ratio_by_tier"]
+    by_tier, without_hits = result["token_hit_ratio_by_tier"], "-"
+    if result["requests_without_hits"]:
+        without_hits = (
+            f"{result['requests_without_hits']:,}, in {result['ttft_ratio_without_hits']:.1%} of "
+            f"the time; calls to the store took {result['store_share_without_hits']:.2%}"
+        )
     return [
         ("model", result["model"]),
         ("requests", f"{result['requests']:,}, {result['cut_prompts']:,} of them cut short"),
@@ -79,6 +84,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("first token p50, p99", _times(result, "ttft")),
         ("  without the store", _times(result, "ttft_alone")),
         ("  all, of those without", f"{result['ttft_ratio']:.1%}"),
+        ("  requests without a hit", without_hits),
         ("between tokens p50, p99", _times(result, "itl")),
         ("  without the store", _times(result, "itl_alone")),
         ("other answers", f"{result['different_answers']:,}"),

@@ -29,6 +29,7 @@ class Served(msgspec.Struct):
     ttft_alone: list[float] = []
     steps: list[float] = []
     steps_alone: list[float] = []
+    misses: list[tuple[float, float, float]] = []
     hits: Counter[str] = msgspec.field(default_factory=Counter)
     input_tokens: int = 0
     different_answers: int = 0
@@ -87,6 +88,8 @@ class EngineReplay:
         done, answer = own
         served.ttft.append(done.seconds)
         served.ttft_alone.append(other[0].seconds)
+        if not done.restored_tokens:
+            served.misses.append((done.seconds, other[0].seconds, done.store_seconds))
         served.steps += answer.step_seconds
         served.steps_alone += other[1].step_seconds
         served.different_answers += answer.tokens != other[1].tokens
@@ -121,6 +124,7 @@ class EngineReplay:
             **times("ttft", served.ttft),
             **times("ttft_alone", served.ttft_alone),
             "ttft_ratio": sum(served.ttft) / max(sum(served.ttft_alone), 1e-9),
+            **_misses(served.misses),
             **times("itl", served.steps),
             **times("itl_alone", served.steps_alone),
             "itl_ratio": ratio(served.steps, served.steps_alone),
@@ -128,6 +132,16 @@ class EngineReplay:
             "requests_with_problems": served.problems,
             "wrong_bytes": served.wrong_bytes,
         }
+
+
+def _misses(seconds: list[tuple[float, float, float]]) -> dict[str, Any]:
+    """What the store costs requests of which it has nothing, by (with it, without, its calls)."""
+    with_store, without, calls = map(sum, zip(*seconds, strict=True)) if seconds else (0, 0, 0)
+    return {
+        "requests_without_hits": len(seconds),
+        "ttft_ratio_without_hits": with_store / without if seconds else None,
+        "store_share_without_hits": calls / without if seconds else None,
+    }
 
 
 def times(name: str, values: list[float]) -> dict[str, float | None]:

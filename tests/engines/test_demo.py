@@ -120,6 +120,9 @@ def test_a_trace_through_a_model(model: Any, served: DaemonProcess) -> None:
     assert result["ttft_p50_seconds"] > 0
     assert result["itl_alone_p50_seconds"] > 0
     assert dict(rows(result))["requests"] == "6, 0 of them cut short"
+    assert result["requests_without_hits"] == 1
+    assert 0 < result["store_share_without_hits"] < result["ttft_ratio_without_hits"]
+    assert dict(rows(result))["  requests without a hit"].startswith("1, in ")
 
 
 @pytest.mark.parametrize(
