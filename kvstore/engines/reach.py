@@ -52,7 +52,8 @@ class Reach:
     def start(self, in_background: bool = False) -> None:
         """Attaches now, or on a thread as soon as a daemon answers; then `attached` is the space.
 
-        Raises what `space` does but StoreUnavailable; with `in_background` nothing, at once.
+        A daemon that refuses is asked again, too: what it allows may change. `in_background`
+        does not even wait for the first answer.
         """
         try:
             if not in_background:
@@ -60,6 +61,8 @@ class Reach:
                 return
         except StoreUnavailable as error:
             logger.warning("kvstore is not used for now: %s", error)
+        except KVStoreError as error:
+            logger.error("kvstore is not used: %s", error)
         wait = 0.0 if in_background else self._retry_seconds
         threading.Thread(
             target=self._keep_trying, args=(wait,), name="kvstore-attach", daemon=True

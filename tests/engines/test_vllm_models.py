@@ -199,3 +199,29 @@ def test_images_are_part_of_the_names_of_their_blocks() -> None:
     assert one != other
     assert [block for block, _ in two] == [1, 3]
     assert two[0] == one[0]
+
+
+EVENTS = """
+import msgspec
+from vllm.distributed.kv_events import KVEventBatch
+from kvstore.engines.vllm.events import Cleared, Removed, Stored, as_vllm
+
+told = [Stored("host", (b"a" * 32, b"b" * 32), b"p" * 32, 128), Removed("disk", (b"a" * 32,)),
+        Cleared()]
+batch = KVEventBatch(ts=1.0, events=[as_vllm(event) for event in told])
+back = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch)
+stored, removed, cleared = back.events
+print(type(stored).__name__, len(stored.block_hashes), stored.medium, stored.block_size)
+print(type(removed).__name__, removed.medium, removed.block_hashes == stored.block_hashes[:1])
+print(type(cleared).__name__)
+"""
+
+
+def test_events_are_vllm_s_own() -> None:
+    """What the connector tells of the store's blocks passes vLLM's own encoder and decoder."""
+    ran = subprocess.run(
+        [interpreter(), "-c", EVENTS], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout.splitlines()[-3:] == [
+        "BlockStored 2 CPU 128", "BlockRemoved STORAGE True", "AllBlocksCleared",
+    ]  # fmt: skip

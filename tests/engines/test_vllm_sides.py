@@ -246,3 +246,16 @@ def test_the_store_s_blocks_are_events_in_vllm_s_hashes(desks: Callable[..., Des
     desk.scheduler.new_request(again)
     assert desk.ask(again) == (32, True)
     assert not any(isinstance(event, Removed) for event in desk.scheduler.take_events())
+
+
+def test_a_daemon_that_refuses_is_gone_without(
+    desks: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine whose tenant the daemon does not allow starts, says why, and computes."""
+    desk = desks(spec("refused"), tenant="nobody's")
+    assert "kvstore is not used: " in caplog.text
+    request = Request("a", tokens(1, 33))
+    desk.scheduler.new_request(request)
+    assert desk.ask(request) == (0, False)
+    desk.step([(request, 0, 33)], {"a": BLOCKS})
+    assert not desk.message.saves

@@ -212,6 +212,15 @@ class Results:
         self.failed: set[str] = set()
         self.failed_blocks: set[int] = set()
 
+    def add(self, job: LoadJob, count: int) -> None:
+        """A load ended with so many leading blocks as they should be."""
+        self.ended.add(job.request_id)
+        if count < job.count:
+            self.failed.add(job.request_id)
+            for ids in job.block_ids:
+                each = len(ids) // job.count
+                self.failed_blocks.update(i for i in ids[count * each :] if i)
+
 
 class Loads:
     """Loads under way; each ends, whatever happens, in the results of some step."""
@@ -220,7 +229,7 @@ class Loads:
         self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load")
         self._changed = threading.Condition()
         self._under_way: dict[str, Load] = {}
-        self._results = Results()
+        self._ended: list[tuple[LoadJob, int]] = []  # and how many of the blocks are right
 
     def start(self, job: LoadJob, fetch: Any) -> None:
         load = Load(job)
@@ -246,15 +255,7 @@ class Loads:
     def _end(self, load: Load, count: int) -> None:
         job = load.job
         with self._changed:
-            if load.is_cancelled:
-                count = 0
-            results = self._results
-            results.ended.add(job.request_id)
-            if count < job.count:
-                results.failed.add(job.request_id)
-                for ids in job.block_ids:
-                    each = len(ids) // job.count
-                    results.failed_blocks.update(i for i in ids[count * each :] if i)
+            self._ended.append((job, 0 if load.is_cancelled else count))
             if self._under_way.get(job.request_id) is load:
                 del self._under_way[job.request_id]
             self._changed.notify_all()
@@ -267,18 +268,22 @@ class Loads:
                     self._under_way[request].is_cancelled = True
 
     def forbid(self) -> None:
-        """What is under way has failed, however it ends."""
+        """What is under way, or was not heard of yet, has failed, however it ended."""
         with self._changed:
+            self._ended = [(job, 0) for job, _ in self._ended]
             for load in self._under_way.values():
                 load.is_cancelled = True
 
     def take(self, wait_seconds: float) -> Results:
         """What ended since the last call."""
         with self._changed:
-            if wait_seconds and self._under_way and not self._results.ended:
+            if wait_seconds and self._under_way and not self._ended:
                 self._changed.wait(wait_seconds)
-            results, self._results = self._results, Results()
-            return results
+            ended, self._ended = self._ended, []
+        results = Results()
+        for job, count in ended:
+            results.add(job, count)
+        return results
 
     def close(self) -> None:
         self.forbid()
