@@ -145,9 +145,12 @@ def test_no_store_stores_nothing(desks: Callable[..., Desk]) -> None:
     assert [job.request_id for job in desk.message.saves] == ["b"]
 
 
-def test_new_weights_void_what_is_under_way(desks: Callable[..., Desk]) -> None:
-    """A load that began under the old weights counts as failed; later lookups find nothing old."""
-    desk = desks(spec("weights"))
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.3])
+def test_new_weights_void_what_is_under_way(
+    desks: Callable[..., Desk], pause_seconds: float
+) -> None:
+    """A load that began under the old weights counts as failed, even if it has ended since."""
+    desk = desks(spec(f"weights {pause_seconds}"))
     desk.fill(BLOCKS)
     stored(desk, Request("a", tokens(7, 33)), BLOCKS, 33)
     request = Request("b", tokens(7, 33))
@@ -161,6 +164,7 @@ def test_new_weights_void_what_is_under_way(desks: Callable[..., Desk]) -> None:
     message.loads = loads
     failed: set[int] = set()
     worker.start_loads(message)
+    time.sleep(pause_seconds)
     worker.begin(message)
     assert eventually(lambda: failed.update(worker.results(message, set()).failed_blocks) or failed)
     assert failed == {20, 21, 22, 23, 24, 25, 26, 27}
