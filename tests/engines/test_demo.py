@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from daemons import DaemonProcess
 from tiny_llama import decode, encode, tiny_llama
 
@@ -25,11 +27,16 @@ from kvstore.replay.scaled import EngineOptions, ScaledPrompts
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_llama()
+def model() -> Iterator[Any]:
+    """On one thread: two that wait for each other take minutes on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tiny_llama()
+    torch.set_num_threads(before)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_users_chat(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """First turns share the prompt from host, also after a kill; after a reboot turns come from
     disk; answers are the same and every restored block is what was stored."""
