@@ -28,7 +28,7 @@ enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600, FAILED = 700, WAIT =
 typedef struct event { int done; double at; struct stream *by; } event;
 typedef struct op { int kind; address target, source; size_t length; uint64_t value; event *event;
                     struct op *next; } op;
-typedef struct stream { op *first, *last; } stream;
+typedef struct stream { op *first, *last; int pulling; } stream;
 typedef struct allocation { address base; size_t length; int file; int own;
                             struct allocation *next; } allocation;
 typedef struct registration { address base; size_t length; struct registration *next; } registration;
@@ -98,20 +98,22 @@ static void advance_all(void) {
 
 static stream *named(stream *s) { return (uintptr_t)s <= 1 ? &usual : s; }
 
-static int pull(stream *s, int depth) { /* 1: nothing is left; does what it waits for, too */
+static int pull(stream *s) { /* 1: nothing is left; does what it waits for, too */
+  if (s->pulling) return 0;
+  s->pulling = 1;
   while (s->first) {
     op *o = s->first;
-    if (o->kind == AFTER && !o->event->done && o->event->by && depth < 64)
-      pull(o->event->by, depth + 1);
-    if (!step(o)) return 0;
+    if (o->kind == AFTER && !o->event->done && o->event->by) pull(o->event->by);
+    if (!step(o)) break;
     s->first = o->next;
     free(o);
   }
-  s->last = NULL;
-  return 1;
+  if (!s->first) s->last = NULL;
+  s->pulling = 0;
+  return !s->first;
 }
 static int work(stream *s) {
-  if (getenv("FAKE_CUDA_LAZY")) return pull(s, 0);
+  if (getenv("FAKE_CUDA_LAZY")) return pull(s);
   advance_all();
   return advance(s);
 }
