@@ -14,7 +14,7 @@ from kvstore.core.errors import AlreadyRunning, ConfigError
 from kvstore.store.sessions import Identity
 
 SO_PEERGROUPS = 59
-GROUPS_MAX = 1024
+GROUPS_MAX = 256  # Python reads no more than 1 KiB of a socket option
 _UCRED = struct.Struct("=iII")
 _OWNER_ONLY = 0o177
 
@@ -73,7 +73,10 @@ def remove_stale(path: Path) -> None:
 
 
 def peer(connection: socket.socket) -> tuple[Identity, tuple[int, ...]]:
-    """Who is at the other end, by the kernel's word, and its supplementary groups."""
+    """Who is at the other end, by the kernel's word, and its supplementary groups.
+
+    None of them where they are more than GROUPS_MAX.
+    """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
     try:

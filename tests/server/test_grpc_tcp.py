@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,12 +12,14 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import make_authority, make_certificate, make_expired_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from peers import CallError, Engine, GrpcPeer
 from served import ServedStore, config_for_tests
 
 from kvstore.core.config import AccessRule
 from kvstore.core.errors import AlreadyRunning, ConfigError
+from kvstore.core.lane import METHODS
 from kvstore.proto.v1 import kvstore_pb2 as pb
 
 TOKENS = list(range(64))
@@ -59,31 +60,6 @@ def attempt(peer: Any, method: str, request: Any, metadata: Any) -> Callable[[],
 # ---- TCP ----
 
 
-def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
-
-
-def make_authority(directory: Path, name: str) -> None:
-    openssl(
-        directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-        "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2",
-        "-subj", f"/CN={name}",
-    )  # fmt: skip
-
-
-def make_certificate(directory: Path, authority: str, name: str) -> None:
-    openssl(
-        directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-        "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}",
-    )  # fmt: skip
-    (directory / "names.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    openssl(
-        directory, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem",
-        "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2", "-out", f"{name}.pem",
-        "-extfile", "names.ext",
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("openssl") is None:
@@ -94,6 +70,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("daemon", "engine-1", "engine-2", "stranger"):
         make_certificate(directory, "good-ca", name)
     make_certificate(directory, "other-ca", "forged")
+    make_expired_certificate(directory, "good-ca", "expired", "engine-1")
     return directory
 
 
@@ -212,6 +189,29 @@ def test_tcp_death_ends_the_session(connect: Any, tcp_daemon: Any) -> None:
     stream.cancel()
 
 
+def test_no_method_without_a_good_certificate(
+    connect: Any, tcp_daemon: Any, certificates: Path
+) -> None:
+    """I18: over TCP every method is refused, with a live token of another's session, to a peer
+    with no, a foreign, an expired or an unnamed certificate, or one that is another's."""
+    owner = connect("engine-1")
+    owner.open()
+    peers = {name: connect(name).peer for name in ("engine-2", "stranger", "forged", "expired")}
+    credentials = grpc.ssl_channel_credentials((certificates / "good-ca.pem").read_bytes())
+    channel = grpc.secure_channel(f"127.0.0.1:{tcp_daemon.grpc.tcp_port}", credentials)
+    peers["none"] = GrpcPeer(tcp_daemon, channel=channel)
+    shaken_hands = ("engine-2", "stranger")
+    for name, peer in peers.items():
+        for method in set(METHODS) - {"OpenSession"}:
+            no_token = outcome(attempt(peer, method, b"", ()))
+            stolen = outcome(attempt(peer, method, b"", owner.peer.metadata()))
+            code = "UNAUTHENTICATED" if name in shaken_hands else "UNAVAILABLE"
+            assert (no_token[0], stolen[0]) == (code, code), (name, method)
+            if name in shaken_hands:
+                assert stolen == no_token, "the answer tells a live token from none"
+    peers["none"].close()
+
+
 def test_certificates_without_a_rule(connect: Any) -> None:
     """I18: a good certificate that no rule names opens nothing."""
     far = connect("stranger")
@@ -224,6 +224,13 @@ def test_forged_certificates(connect: Any) -> None:
     """I18: a certificate of another authority does not get past the handshake."""
     with pytest.raises(CallError) as caught:
         connect("forged").open()
+    assert caught.value.code == "UNAVAILABLE"
+
+
+def test_expired_certificates(connect: Any) -> None:
+    """I18: a certificate past its date does not get past the handshake, whatever its name."""
+    with pytest.raises(CallError) as caught:
+        connect("expired").open()
     assert caught.value.code == "UNAVAILABLE"
 
 
