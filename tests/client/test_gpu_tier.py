@@ -113,6 +113,24 @@ def test_many_prompts_through_little_memory(world: World) -> None:
     assert world.client.status().tiers["hbm"].used_bytes <= 4 << 20
 
 
+def test_loads_under_way_keep_what_they_were_given(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging is filled anew only when the load that was given it last has read it."""
+    prompts = [world.put(seed) for seed in range(3)]
+    for tokens, _ in prompts:
+        world.heat(tokens)
+    monkeypatch.setenv("FAKE_CUDA_LAZY", "1")  # the engine's copies wait until they are waited for
+    rows = [world.engine.rows(list(range(i, i + BLOCKS))) for i in range(0, 3 * BLOCKS, BLOCKS)]
+    matches = [world.space.lookup(tokens) for tokens, _ in prompts]
+    loads = [world.side.load(match, pages) for match, pages in zip(matches, rows, strict=True)]
+    for load, match, pages, (_, blocks) in zip(loads, matches, rows, prompts, strict=True):
+        load.result()
+        assert load.device_blocks == BLOCKS
+        assert np.array_equal(world.engine.read(pages), blocks)
+        match.release()
+
+
 def test_the_death_of_the_daemon_fails_the_lease(world: World) -> None:
     """What was shown of a dead daemon's memory is not trusted; the next daemon's is opened anew."""
     tokens, blocks = world.put(1)
