@@ -129,7 +129,9 @@ class ServedStore:
     def _build_store(self) -> KVStore:
         post = self._loop.call_soon_threadsafe
         self._mover = ThreadMover(post, dict.fromkeys(LINKS, 1), 64 * MIB)
-        self._tier = HostTier([PoolConfig("", 32 * MIB)], kind="sealed")
+        own = [(t.name, int(t.host_size or 0)) for t in self.config.tenants if t.isolated]
+        pools = [PoolConfig(name, size) for name, size in [("", 32 * MIB), *own]]
+        self._tier = HostTier(pools, kind="sealed")
         clock = SystemClock()
         return assemble(
             self.config,
