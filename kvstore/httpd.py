@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
 
@@ -16,6 +17,32 @@ IDLE_SECONDS_MAX = 5.0
 
 # Answers None while all is well, else one sentence with the reason.
 Probe = Callable[[], str | None]
+
+
+class Request(NamedTuple):
+    """What is asked, by whom: the path, the Host header, and both ends of the connection."""
+
+    path: str
+    host: str
+    client: tuple[str, int]
+    server: tuple[str, int]
+
+
+class Answer(NamedTuple):
+    """What is answered, with headers beside type and length."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+# Answers None for a path that is not its own.
+Pages = Callable[[Request], Answer | None]
+
+
+def no_pages(request: Request) -> Answer | None:
+    return None
 
 
 def always_well() -> str | None:
@@ -29,14 +56,20 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS_MAX
 
     def do_GET(self) -> None:
-        status, content_type, body = self.server.answer(self.path.partition("?")[0])
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
+        local = self.connection.getsockname()
+        answer = self.server.answer(Request(
+            self.path.partition("?")[0], self.headers.get("Host", ""),
+            (str(self.client_address[0]), self.client_address[1]), (local[0], local[1]),
+        ))  # fmt: skip
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
         self.send_header("Connection", "close")
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(answer.body)
 
     do_HEAD = do_GET
 
@@ -49,22 +82,28 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 16
 
     def __init__(
-        self, address: tuple[str, int], render: Callable[[], bytes], live: Probe, ready: Probe
+        self,
+        address: tuple[str, int],
+        render: Callable[[], bytes],
+        live: Probe,
+        ready: Probe,
+        pages: Pages,
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._render = render
+        self._render, self._pages = render, pages
         self._probes = {"/live": live, "/ready": ready}
         self._places = threading.BoundedSemaphore(REQUESTS_AT_ONCE_MAX)
         super().__init__(address, _Handler)
 
-    def answer(self, path: str) -> tuple[int, str, bytes]:
-        if path == "/metrics":
-            return 200, CONTENT_TYPE_METRICS, self._render()
-        probe = self._probes.get(path)
+    def answer(self, request: Request) -> Answer:
+        if request.path == "/metrics":
+            return Answer(200, CONTENT_TYPE_METRICS, self._render())
+        probe = self._probes.get(request.path)
         if probe is None:
-            return 404, "text/plain", b"There is /metrics, /live and /ready.\n"
+            unknown = Answer(404, "text/plain", b"There is /metrics, /live and /ready.\n")
+            return self._pages(request) or unknown
         reason = probe()
-        return 503 if reason else 200, "text/plain", f"{reason or 'ok'}\n".encode()
+        return Answer(503 if reason else 200, "text/plain", f"{reason or 'ok'}\n".encode())
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Hands the connection to a thread, or drops it when all places are taken."""
@@ -87,7 +126,8 @@ class WatchServer:
     """Serves `render()` and the two probes until `stop`; a context manager.
 
     `live` fails when the daemon should be killed, `ready` while it should get no traffic
-    (starting, draining, degraded). Both are called from this server's threads.
+    (starting, draining, degraded). `pages` may answer other paths. All are called from this
+    server's threads.
     """
 
     def __init__(
@@ -96,9 +136,10 @@ class WatchServer:
         render: Callable[[], bytes],
         live: Probe = always_well,
         ready: Probe = always_well,
+        pages: Pages = no_pages,
     ) -> None:
         try:
-            self._server = _Server(address, render, live, ready)
+            self._server = _Server(address, render, live, ready, pages)
         except OSError as error:
             raise ConfigError(
                 f"server.metrics: {address[0]}:{address[1]} cannot be listened on "

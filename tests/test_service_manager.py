@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import closing
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest

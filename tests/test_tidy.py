@@ -50,6 +50,7 @@ IMPORT_MAP: dict[str, set[str]] = {
     "scheduling": {"core"},
     "logs": {"core"},
     "httpd": {"core"},
+    "console": {"core", "httpd", "console"},
     "testing": {
         *BELOW_STORE,
         "store",

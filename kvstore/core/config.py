@@ -44,6 +44,7 @@ class ServerSection(Section, frozen=True):
     socket: str = ""
     socket_group: str = ""
     metrics: str = "127.0.0.1:9750"
+    console: bool = False
     worker_threads: Count = 2
     drain_seconds: Seconds = 10.0
     tcp: TcpSection = TcpSection()

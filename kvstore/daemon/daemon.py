@@ -22,6 +22,7 @@ from kvstore.core.config_rules import parse_address, parse_group
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import ConfigError
 from kvstore.daemon.clock_watch import ClockWatch
+from kvstore.daemon.console import ConsoleDesk
 from kvstore.daemon.events import publish_events
 from kvstore.daemon.journal import JournalFile
 from kvstore.daemon.reload import ConfigSource, Reloader
@@ -35,7 +36,7 @@ from kvstore.daemon.tiers import (
     paced,
 )
 from kvstore.events import EventLog
-from kvstore.httpd import WatchServer
+from kvstore.httpd import WatchServer, no_pages
 from kvstore.locks import FileLock, private_directory
 from kvstore.metrics import Metrics
 from kvstore.mover import ThreadMover
@@ -92,6 +93,7 @@ class Daemon:
         self._journal_path = journal
         self._journal: JournalFile | None = None
         self._publisher: EventPublisher | None = None
+        self._desk: ConsoleDesk | None = None
         self._free_pool = False
         self._stop = asyncio.Event()
         self._drain_until: float | None = None
@@ -135,7 +137,11 @@ class Daemon:
         if not address:
             return None
         where = parse_address("server.metrics", address)
-        return WatchServer(where, self.metrics.render, self._live, self._ready)
+        pages = no_pages
+        if self.config.server.console:
+            self._desk = ConsoleDesk(self._post, self.metrics)
+            pages = self._desk.console.answer
+        return WatchServer(where, self.metrics.render, self._live, self._ready, pages)
 
     def _live(self) -> str | None:
         late = self.clock.now() - self._last_tick
@@ -191,6 +197,8 @@ class Daemon:
         sessions = Sessions(
             self.store, Access(config.access, os.geteuid()), limits, staging, SESSION_TTL_SECONDS
         )
+        if self._desk is not None:
+            self._desk.open(self.store, sessions)
         if self._source is not None:
             self._reloader = Reloader(self.store, sessions, self.clock, config, self._source)
         budget = MessageBudget(int(limits.inflight_message_bytes))
