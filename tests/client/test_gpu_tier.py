@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fake_cuda import fake_driver, library
 from gpu_world import BLOCK, Engine, layout_of, spec_of
 
 from kvstore.client import KVClient, LeaseLost, Match
-from kvstore.client.gpu import Calibration, Device, EngineSide, GpuSide
+from kvstore.client.gpu import Calibration, Device, EngineSide, GpuSide, Load
 from kvstore.client.gpu.share import DeviceShare
 
 BLOCKS = 12
@@ -113,22 +114,38 @@ def test_many_prompts_through_little_memory(world: World) -> None:
     assert world.client.status().tiers["hbm"].used_bytes <= 4 << 20
 
 
-def test_loads_under_way_keep_what_they_were_given(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_under_way_keep_what_they_were_given() -> None:
     """Staging is filled anew only when the load that was given it last has read it."""
+    world = World("copy")
     prompts = [world.put(seed) for seed in range(3)]
     for tokens, _ in prompts:
         world.heat(tokens)
-    monkeypatch.setenv("FAKE_CUDA_LAZY", "1")  # the engine's copies wait until they are waited for
+    flag, busy = world.device.allocate(4096), world.device.stream()
+    busy.fill(flag, 0, 8)
+    busy.synchronize()
+    busy.wait_value(flag, 1)  # until then the engine's stream, and what waits for it, stands still
     rows = [world.engine.rows(list(range(i, i + BLOCKS))) for i in range(0, 3 * BLOCKS, BLOCKS)]
     matches = [world.space.lookup(tokens) for tokens, _ in prompts]
-    loads = [world.side.load(match, pages) for match, pages in zip(matches, rows, strict=True)]
+    loads: list[Load] = []
+
+    def load_all() -> None:
+        for match, pages in zip(matches, rows, strict=True):
+            loads.append(world.side.load(match, pages, after=busy.handle.value))
+
+    loading = threading.Thread(target=load_all)
+    loading.start()
+    assert eventually(lambda: len(loads) == 2)
+    loading.join(0.3)
+    assert len(loads) == 2  # the third needs the first one's half
+    world.device.stream().write_value(flag, 1)
+    loading.join()
     for load, match, pages, (_, blocks) in zip(loads, matches, rows, prompts, strict=True):
         load.result()
         assert load.device_blocks == BLOCKS
         assert np.array_equal(world.engine.read(pages), blocks)
         match.release()
+    world.device.free(flag)
+    world.close()
 
 
 def test_the_death_of_the_daemon_fails_the_lease(world: World) -> None:
