@@ -117,7 +117,9 @@ def test_wheel_contains_only_kvstore(wheel: Path) -> None:
     assert not tops & set(NOT_OURS)
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvstore"}
     assert "kvstore/py.typed" in names
-    assert {f"kvstore/console/{name}" for name in ("index.html", "style.css", "page.js")} <= names
+    assert {f"kvstore/console/{name}" for name in ("index.html", "style.css", "page.js")} <= {
+        *names
+    }
     assert any(name.startswith("kvstore/tiers/") for name in names)
 
 

@@ -382,9 +382,7 @@ def _harden() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def serve(
-    config: Config, source: ConfigSource | None = None, journal: Path | None = None
-) -> None:
+def serve(config: Config, source: ConfigSource | None = None, journal: Path | None = None) -> None:
     """Runs a daemon until it is drained or stopped."""
 
     async def main() -> None:
