@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install kernels-env engines-env operate-env smollm2 demo demo-engine test test-long \
-	test-kernels compile-check simulate-faults lint format typecheck proto docs docs-site bench clean
+	test-kernels compile-check simulate-faults mutation soak lint format typecheck proto docs docs-site bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -88,7 +88,14 @@ test: install kernels-env engines-env operate-env ## The suite
 	$(BIN)/pytest -m "not long and not gpu and not vllm"
 
 test-long: install kernels-env engines-env operate-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
-	$(BIN)/pytest -m "long and not gpu and not vllm"
+	$(BIN)/pytest -m "long and not soak and not gpu and not vllm"
+
+soak: install ## The long forms: fuzzing for an hour and more
+	$(BIN)/pytest -m soak
+
+mutation: install ## Put known bugs into a copy of the tree; its tests have to notice each: BUG="TTL"
+	@mkdir -p build
+	PYTHONPATH=tests/support nice $(BIN)/python -m mutation "$(BUG)" --json build/mutation.json
 
 test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU needed
 	$(BIN)/pytest -n 2 -m "not gpu" tests/kernels
