@@ -118,8 +118,11 @@ def _time(seconds: float) -> str:
 
 
 def _turns(turns: list[dict[str, Any]]) -> str:
-    rows = [[escape(cell) for cell in turn_cells(turn)] for turn in turns]
-    return table(COLUMNS, [rows], left=1)
+    cells = [[escape(cell) for cell in turn_cells(turn)] for turn in turns]
+    # Sentences want the whole width: in a column they would have the page scroll.
+    reasons = "".join(f"<li>{user} {turn}: {why}</li>" for user, turn, *_, why in cells)
+    shown = table(COLUMNS[:-1], [[row[:-1] for row in cells]], left=1)
+    return f"{shown}<h3>Why</h3><ul>{reasons}</ul>"
 
 
 def turn_cells(turn: dict[str, Any]) -> list[str]:
