@@ -19,7 +19,7 @@ from kvstore.engines import smollm2
 from kvstore.engines.generating import predictions
 from kvstore.engines.identity import spec_of
 from kvstore.engines.in_place import Context, context_from, in_format, quantising, rounding
-from kvstore.engines.logits import LogitErrors
+from kvstore.engines.logits import LogitErrors, one_thread
 from kvstore.engines.paged import PagedDecoder
 from kvstore.engines.transformers import block_reader
 
@@ -47,8 +47,9 @@ def run(quick: bool = False, model: Any = None, encode: Encode | None = None) ->
         (QUICK_WINDOWS, QUICK_CONTEXT_TOKENS, QUICK_SCORED_TOKENS) if quick else sizes
     )
     bench = _Bench(model, context, scored)
-    for window in _windows(encode(text), windows, context + scored + 1):
-        bench.add(window)
+    with one_thread():
+        for window in _windows(encode(text), windows, context + scored + 1):
+            bench.add(window)
     return document(
         bench.figures(), {}, formats=bench.by_format(), model=name,
         text=TEXT, text_sha256=hashlib.sha256(text.encode()).hexdigest(), windows=windows,
