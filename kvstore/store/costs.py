@@ -271,7 +271,7 @@ class CostBook:
             if saved["version"] != VERSION:
                 raise ValueError
             found = {_identity(each["identity"]): each for each in saved["models"]}
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError):
             self.notes.append("the saved costs are damaged; they are measured anew")
             return
         self._saved = dict(list(found.items())[-2 * MODELS_MAX :])

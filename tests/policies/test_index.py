@@ -347,3 +347,25 @@ def test_copies_are_made_and_given_up_in_one_go(
     assert run.resident_in(0) == 5 * shards
     assert run.resident_in(1) == 30 * shards
     world.check()
+
+
+def test_what_goes_takes_all_that_is_below_with_it(
+    world: Any, new_space: Callable[..., Space], new_chain: Callable[..., Chain]
+) -> None:
+    """I3, I22: no block outlives its parent: a removed one takes every branch below with it, their
+    places are handed back, parents before children, and what is anchored there hears of it."""
+    space, index = new_space(), world.index
+    trunk, branches = tokens(6, 1), [tokens(3, seed) for seed in (2, 3, 4)]
+    for branch in branches:
+        world.put(space, trunk + branch)
+    walk = world.walk(space, new_chain(trunk + branches[1]))
+    walk.finish()
+    anchor = index.anchor(walk.path[-1].run, 2, 9)
+    top = index.find_root(space, ROOT).head.children
+    removed = index.remove(top, 4)
+    assert len(removed.places[0]) == len(set(removed.places[0])) == 2 + 3 * 3
+    assert removed.anchors == [anchor]
+    assert removed.spans[0].run.first < min(span.run.first for span in removed.spans[1:])
+    assert index.block_count == 4
+    assert [world.look(space, trunk + branch) for branch in branches] == [4, 4, 4]
+    world.check()

@@ -120,7 +120,7 @@ def read_format(path: Path) -> Format | None:
         known = json.loads(raw)
         version, shift = known["version"], int(known["unit_bytes"]).bit_length() - 1
         store_id = bytes.fromhex(known["store_id"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     if version != VERSION:
         raise TierError(
