@@ -33,6 +33,7 @@ from kvstore.tiers.base import BlockHeader, DeviceTier
 
 IN_PLACE = "in_place"
 PIECE_BYTES = 4 << 20
+PROMOTED_A_TURN = 128  # 20 us each; of a longer prompt the rest comes with its next loads
 VICTIMS_FOR_EACH = 4  # a copy of another size leaves a hole that may be of no use
 
 
@@ -114,7 +115,7 @@ class HbmCopies:
         now = self._parts.clock.now()
         here = [place for place in places if place >= 0]
         spared = self._spared(attachment, len(here) * attachment.space.block_bytes)
-        wanted = set(self._promotion.loaded(here, now, spared))
+        wanted = set(self._promotion.loaded(here, now, spared)[:PROMOTED_A_TURN])
         if wanted and not self.tier.problem:
             self._promote(path, places, wanted, attachment)
         return answer

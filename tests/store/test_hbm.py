@@ -189,6 +189,19 @@ def test_a_call_takes_a_turn_and_no_more(world: World) -> None:
             world.call("LoadDevice", request)
 
 
+def test_a_long_prompt_is_promoted_in_turns() -> None:
+    """A load has at most 128 blocks promoted, a turn's worth; the next loads have the others."""
+    world = World(8 * MIB)
+    world.attach()
+    tokens, counts = world.put(1, 300), []
+    for _ in range(5):
+        world.load(tokens)
+        world.clock.advance(1.0)
+        counts.append(world.tier.usage().block_count)
+    assert counts == [0, 128, 256, 300, 300]
+    world.close()
+
+
 def test_another_gpu_and_no_gpu_are_refused(world: World) -> None:
     """Only an engine on the tier's own GPU, on this host, gets its memory."""
     request = pb.AttachDeviceRequest(device_uuid="GPU-1")
