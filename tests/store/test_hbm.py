@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import pytest
 from daemons import SPEC, Tagged
 from fake_cuda import fake_driver
 
-from kvstore.client import InvalidRequest, KVClient, LimitReached, Match, NotFound
+from kvstore.client import (
+    InvalidRequest,
+    KVClient,
+    LeaseLost,
+    LimitReached,
+    Match,
+    NotFound,
+)
 from kvstore.core.block import place_offset
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import FailedPrecondition
@@ -30,11 +38,11 @@ PAYLOAD = Tagged()
 class World:
     """A store with a GPU of `size`, a client on that GPU, and its device staging."""
 
-    def __init__(self, size: int, **hbm: Any) -> None:
+    def __init__(self, size: int, host: str = "64MiB", **hbm: Any) -> None:
         self.clock = ManualClock()
         self.tier = HbmTier(Device(driver=fake_driver()), {"": size}, buffer_bytes=1 << 18)
         sections = {"tiers": {"hbm": {"staging_bytes_per_session": "1MiB", **hbm}}}
-        self.store = InProcessStore("64MiB", hbm=self.tier, clock=self.clock, sections=sections)
+        self.store = InProcessStore(host, hbm=self.tier, clock=self.clock, sections=sections)
         self.client = self.store.client()
         self.space = self.client.attach(SPEC)
         self.share: Any = None
@@ -320,6 +328,63 @@ def test_wrong_bytes_never_reach_a_gpu(world: World) -> None:
     assert world.tier.usage().block_count == 3
     with world.space.lookup(tokens) as match:
         assert match.matched_tokens == 3 * SPEC.block_size
+
+
+@pytest.mark.parametrize("share", ["copy", "in_place"])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_bytes_are_right(share: str, seed: int) -> None:
+    """Puts, loads, evictions, clears and ends of leases in any order: what is shown is right."""
+    random = Random(seed)
+    world = World(MIB // 2, host="3MiB", share=share)
+    world.attach()
+    address = world.tier._pools[0].address
+    held: list[tuple[Match, list[int], list[bytes]]] = []
+    shown = 0
+
+    def read(offset: int) -> bytes:
+        return (
+            world.staged(offset) if share == "copy" else ctypes.string_at(address + offset, BLOCK)
+        )
+
+    def check(match: Match, offsets: list[int], blocks: list[bytes]) -> None:
+        found = {i: read(offset) for i, offset in enumerate(offsets) if offset >= 0}
+        try:
+            match.check_lease()
+        except LeaseLost:
+            return
+        assert all(blocks[i] == data for i, data in found.items())
+
+    for _ in range(150):
+        tokens = list(range(tag := 1000 * random.randrange(12), tag + 4 * random.randrange(1, 30)))
+        blocks = PAYLOAD.blocks(tokens)
+        what = random.random()
+        if what < 0.45:
+            world.space.put(tokens, [np.frombuffer(b, np.uint8) for b in blocks])
+        elif what < 0.9:
+            match = world.space.lookup(tokens)
+            if match.lease is not None:
+                offsets = world.offsets(match)
+                shown += sum(offset >= 0 for offset in offsets)
+                check(match, offsets, blocks)
+                if share == "in_place":
+                    held.append((match, offsets, blocks))
+                else:
+                    match.release()
+        elif what < 0.92:
+            world.client.admin.clear(space_id=world.space.space_id)
+        else:
+            world.clock.advance(random.random())
+            world.client.keep()
+        world.store.settle()
+        for one in held:
+            check(*one)
+        while len(held) > 3:
+            held.pop(random.randrange(len(held)))[0].release()
+        world.store.check_integrity()
+    assert shown
+    for match, _, _ in held:
+        match.release()
+    world.close()
 
 
 def path_of(world: World) -> Any:
