@@ -42,7 +42,10 @@ class Rig:
             self.store, Access(config.access, 0), limits, StagingBudget(1 << 20, 1 << 20, 1 << 22)
         )
         source = ConfigSource(self._load, lambda: read(None, {}, self.sections))
-        self.reloader = Reloader(self.store, self.sessions, store.clock, config, source)
+        self.ceilings: list[int] = []
+        self.reloader = Reloader(
+            self.store, self.sessions, store.clock, config, source, self.ceilings.append
+        )
 
     def _load(self) -> Any:
         return load(None, {}, FixedMachine(), self.sections)
@@ -158,6 +161,20 @@ def test_isolation_waits_and_pools_stay(rig: Rig) -> None:
     assert rig.store.parts.pool_of("medical") == ""
     assert list(rig.reloader.running.host_pools) == [""]
     assert rig.write(tenants=tenants)[1] == [ISOLATION]
+
+
+def test_the_host_tier_shrinks_and_grows_up_to_what_it_was(rig: Rig) -> None:
+    """A smaller size is applied at once, and a larger one again; more waits for a restart."""
+
+    def sized(size: str) -> tuple[list[str], list[str]]:
+        return rig.write(tiers={"host": {"size": size, "pool": "sealed"}})
+
+    assert sized("8MiB") == (["tiers.host.size"], [])
+    assert sized("12MiB") == (["tiers.host.size"], [])
+    assert sized("32MiB") == ([], ["tiers.host.size"])
+    assert rig.reloader.running.tiers.host.size == 12 << 20
+    assert sized("16MiB") == (["tiers.host.size"], [])
+    assert rig.ceilings == [8 << 20, 12 << 20, 16 << 20]
 
 
 def test_a_wrong_configuration_changes_nothing(rig: Rig) -> None:

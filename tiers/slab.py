@@ -37,6 +37,8 @@ class Slab(SlabBooks):
         """Up to `count` slots, now STAGING, ascending within each chunk; fewer when full."""
         slots = self._class(slot_bytes, header_bytes)
         self._forget_old_drains()
+        room = self.ceiling_bytes - self.used_bytes - self.resting_bytes
+        count = min(count, max(0, room // slot_bytes))
         offsets: list[int] = []
         while len(offsets) < count:
             chunk = self._chunk_with_room(slots)

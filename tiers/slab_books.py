@@ -34,6 +34,8 @@ class SlabBooks:
         self.overhead_bytes, self._least_order = overhead_bytes, least_order
         count = capacity_bytes >> self.shift
         self.capacity_bytes = count << self.shift
+        self.ceiling_bytes = self.capacity_bytes
+        """No slot is handed out above so many bytes used and resting."""
         self.used_bytes = 0
         self.resting_bytes = 0
         self.free_bytes = self.capacity_bytes
@@ -82,6 +84,24 @@ class SlabBooks:
         heads = np.frombuffer(self._head, np.intc)[offsets >> self.shift]
         offsets_of_heads: np.ndarray = heads.astype(np.int64) << self.shift
         return offsets_of_heads
+
+    def free_ranges(self, at: int) -> tuple[list[tuple[int, int]], int]:
+        """(offset, length) of what is free of the chunk or unassigned granule at granule `at`.
+
+        Answers with the granule after it as well; `at` may lie within a chunk.
+        """
+        head = self._head[at]
+        if head < 0:
+            return [(at << self.shift, 1 << self.shift)], at + 1
+        size = self._classes[self._class_of[head]].slot_bytes
+        free = np.frombuffer(bytes(self._states[head]), np.uint8) == FREE
+        edges = np.flatnonzero(np.diff(free, prepend=False, append=False)).tolist()
+        base = head << self.shift
+        ranges = [
+            (base + start * size, (stop - start) * size)
+            for start, stop in zip(edges[::2], edges[1::2], strict=True)
+        ]
+        return ranges, head + (1 << self._order_of[head])
 
     def check_integrity(self) -> None:
         """Asserts that every counter agrees with the slots' states, counted anew."""

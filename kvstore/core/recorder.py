@@ -14,7 +14,7 @@ RESTORE_FAILURES = ("corrupt", "failed", "timeout", "late", "queue", "room", "lo
 that did not end in time, a restore so far behind its plan that recomputing is faster, the link's
 queue is full, no room in the host tier, its lease ended meanwhile."""
 
-SHADOW_RESTARTS = ("overflow", "idle", "policy", "clear", "space")
+SHADOW_RESTARTS = ("overflow", "idle", "policy", "clear", "space", "capacity")
 """Why shadows start anew: more to follow than there is time for, time to spare for a larger sample,
 another policy, spaces cleared, a space with smaller blocks."""
 POLICY_SWITCHES = ("operator", "guard", "recovery")

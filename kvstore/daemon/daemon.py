@@ -200,7 +200,10 @@ class Daemon:
         if self._desk is not None:
             self._desk.open(self.store, sessions)
         if self._source is not None:
-            self._reloader = Reloader(self.store, sessions, self.clock, config, self._source)
+            self._reloader = Reloader(
+                self.store, sessions, self.clock, config, self._source,
+                lambda size: self._tiers.host.set_ceiling("", size),
+            )  # fmt: skip
         budget = MessageBudget(int(limits.inflight_message_bytes))
         group = parse_group("server.socket_group", config.server.socket_group)
         self._lane = LaneServer(
@@ -239,6 +242,7 @@ class Daemon:
         self._last_tick = self.clock.now()
         self._manager.beat(self._last_tick)
         self.store.tick()
+        self._tiers.host.give_back()
         self._ticks += 1
         if self._ticks % GAUGE_TICKS == 0:
             self._set_gauges()

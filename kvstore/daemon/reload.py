@@ -10,6 +10,7 @@ import msgspec
 
 from kvstore.core.clock import Clock
 from kvstore.core.config import Config, TenantSection
+from kvstore.core.config_rules import POOL_BYTES_MIN
 from kvstore.logs import configure
 from kvstore.server.access import Access
 from kvstore.server.sessions import Sessions
@@ -25,6 +26,8 @@ LIVE = frozenset({
         "reserved_bytes_per_tenant", "staging_ttl_seconds", "max_pin_ttl_seconds",
     )),
 })  # fmt: skip
+# Live too, up to the size that the pool was made with.
+HOST_SIZE = "tiers.host.size"
 ISOLATION = "tenants[].isolated and host_size"
 
 
@@ -60,9 +63,12 @@ class Reloader:
         clock: Clock,
         running: Config,
         source: ConfigSource,
+        resize: Callable[[int], None] = lambda byte_count: None,
     ) -> None:
         self._store, self._sessions, self._clock = store, sessions, clock
         self._source = source
+        self._resize = resize
+        self._opened_bytes = running.host_pools[""]
         self._asked = source.read()
         self.running = running
 
@@ -70,8 +76,8 @@ class Reloader:
         """Reads the configuration again; raises ConfigError, and then changes nothing."""
         config, asked = self._source.load(), self._source.read()
         keys = changed(self._asked, asked)
-        applied = [key for key in keys if key in LIVE]
-        waiting = [key for key in keys if key not in LIVE]
+        applied = [key for key in keys if key in LIVE or self._fits_the_pool(key, config)]
+        waiting = [key for key in keys if key not in applied]
         if _pools(asked) != _pools(self._asked):
             waiting.append(ISOLATION)
         before = self.running
@@ -92,6 +98,14 @@ class Reloader:
         running: Config = msgspec.structs.replace(merged, tenants=tuple(tenants))
         return running
 
+    def _fits_the_pool(self, key: str, config: Config) -> bool:
+        """Whether a new size of the host tier is one that the shared pool has room for."""
+        wanted = int(config.tiers.host.size) - self._isolated_bytes()
+        return key == HOST_SIZE and POOL_BYTES_MIN <= wanted <= self._opened_bytes
+
+    def _isolated_bytes(self) -> int:
+        return sum(size for pool, size in self.running.host_pools.items() if pool)
+
     def _apply(self, before: Config, config: Config) -> None:
         store, running = self._store, self.running
         store.parts.config = running
@@ -102,6 +116,9 @@ class Reloader:
         if config.policy.eviction != store.shadowing.guard.configured:
             store.set_policy(config.policy.eviction)
         self._take_quotas(before)
+        if running.tiers.host.size != before.tiers.host.size:
+            self._resize(running.host_pools[""])
+            store.resized(running.host_pools[""])
 
     def _take_quotas(self, before: Config) -> None:
         parts = self._store.parts

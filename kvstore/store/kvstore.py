@@ -317,6 +317,11 @@ class KVStore(OperatorCalls):
         super().set_policy(eviction)
         self.shadowing.policy_set(eviction)
 
+    def resized(self, byte_count: int) -> None:
+        """The shared host pool has another ceiling: what follows from its size does, too."""
+        self.resizer.resized(byte_count)
+        self.shadowing.resized(byte_count)
+
     def clear(self, space_id: bytes | None = None, tenant: str | None = None) -> Completion[int]:
         answer = super().clear(space_id, tenant)
         self.shadowing.cleared()
@@ -369,6 +374,7 @@ class KVStore(OperatorCalls):
         self._recording.tick(now)
         self.promoter.tick()
         self._restores.tick(now)
+        self.resizer.tick()
         self._probe.tick(now)
         self.behind.tick(now)
         self.costs.tick(now)

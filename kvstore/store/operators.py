@@ -19,6 +19,7 @@ from kvstore.store.explain import Explainer
 from kvstore.store.find import find_key
 from kvstore.store.parts import DISK, HOST, Parts
 from kvstore.store.pins import PinTable
+from kvstore.store.resize import Resizer
 from kvstore.store.scrub import Scrubber
 from kvstore.store.sessions import Session
 from kvstore.store.slices import settle
@@ -38,6 +39,7 @@ class OperatorCalls:
         self.verifier = verifier
         self.pins = PinTable(parts)
         self.behind = WriteBehind(parts, remover)
+        self.resizer = Resizer(parts, remover)
         self.explainer = Explainer(parts)
         self._clears = ClearFlow(parts, remover, self.behind.when_idle)
         self._scrubber = Scrubber(parts, remover)

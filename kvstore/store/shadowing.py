@@ -118,6 +118,13 @@ class Shadowing:
         if self.shadows is not None and policy != self._setup.policy:
             self._restart = "policy"
 
+    def resized(self, byte_count: int) -> None:
+        """The shared host pool has another size: shadows of once and twice it begin anew."""
+        setup = _setup(self._parts)
+        self._setup = setup._replace(host_bytes={**setup.host_bytes, "": byte_count})
+        if self.shadows is not None:
+            self._restart = self._restart or "capacity"
+
     def cleared(self) -> None:
         """Blocks were un-published that shadows may still have."""
         if self.shadows is not None:

@@ -121,6 +121,35 @@ def test_hangup_reloads_policy_and_quotas(kv: Any, own: Any) -> None:
     own.end()
 
 
+def test_the_host_tier_shrinks_and_grows_while_it_serves(kv: Any, own: Any) -> None:
+    """SIGHUP with a smaller size frees memory at once, and with the old one it is back."""
+    own.start()
+    data = own.pool / "pool-0.data"
+    text = own.config.read_text()
+    with own.client() as client:
+        engine = own.engine(client)
+        engine.fill(240)
+        space = engine.fill(240, model="other")
+        assert host(kv, own)["used_bytes"] == 2 * 240 * 4096
+        own.config.write_text(text.replace('"16MiB"', '"5MiB"'))
+        own.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: host(kv, own)["capacity_bytes"] == 5 << 20)
+        wait_for(lambda: data.stat().st_blocks * 512 <= 1 << 20)
+        assert host(kv, own)["used_bytes"] <= 1 << 20
+        with space.lookup(engine.prompt(240)) as match:
+            views = space.restore(match)
+            assert [view[0] for view in views] == [7 + i for i in range(len(views))]
+            del views
+        own.config.write_text(text)
+        own.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: host(kv, own)["capacity_bytes"] == 16 << 20)
+    own.end()
+
+
+def host(kv: Any, own: Any) -> Any:
+    return kv("status", "--json", "--socket", own.socket).json["tiers"]["host"]
+
+
 def cap_of(kv: Any, own: Any) -> int:
     (tenant,) = kv("quota", "get", "chat", "--json", "--socket", own.socket).json["tenants"]
     cap: int = tenant["tiers"]["host"]["cap_bytes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from os import posix_fallocate
 
@@ -18,6 +19,8 @@ from kvstore.tiers.host.files import FileSizes, PoolFiles, generation_bytes
 from kvstore.tiers.host.layout import PAGE_BYTES, Superblock
 from kvstore.tiers.record import SlotRecord
 from kvstore.tiers.slab import Slab, SlotState
+
+PUNCHES_A_CALL, GRANULES_A_CALL = 16, 256
 
 
 def file_sizes(size_bytes: int) -> FileSizes:
@@ -49,6 +52,7 @@ class HostPool:
         self.generation_map = np.frombuffer(self.generations, np.uint64)
         self._headers = memoryview(self._header_map)
         self._seed = 0
+        self._given_back, self._can_give_back = 0, True
         self._written = bytearray(sizes.data >> granule_shift(sizes.data))
         self.slab = Slab(sizes.data, self._assign_chunk, self._release_chunk)
 
@@ -165,11 +169,41 @@ class HostPool:
         return resting
 
     def usage(self) -> TierUsage:
+        """As large as its ceiling, or as what it still holds above that."""
         slab = self.slab
+        held = slab.used_bytes + slab.resting_bytes
+        capacity = min(slab.capacity_bytes, max(slab.ceiling_bytes, held))
         return TierUsage(
-            slab.capacity_bytes, slab.used_bytes, slab.free_bytes, slab.resting_bytes,
-            slab.published_count,
-        )  # fmt: skip
+            capacity, slab.used_bytes, capacity - held, slab.resting_bytes, slab.published_count
+        )
+
+    def set_ceiling(self, byte_count: int) -> None:
+        """How much of its memory the pool may use from now on; at most what it was made with."""
+        self.slab.ceiling_bytes = min(byte_count, self.slab.capacity_bytes)
+
+    def give_back(self) -> None:
+        """Returns some memory of free slots to the system, while more is there than the ceiling.
+
+        A few ranges a call: each takes as long as the kernel needs for its pages.
+        """
+        slab = self.slab
+        if slab.ceiling_bytes >= slab.capacity_bytes or not self._can_give_back:
+            return
+        if os.fstat(self.files.data).st_blocks * 512 <= slab.ceiling_bytes:
+            return
+        granules, left = slab.capacity_bytes >> slab.shift, PUNCHES_A_CALL
+        for _ in range(GRANULES_A_CALL):
+            ranges, after = slab.free_ranges(self._given_back)
+            self._given_back = after if after < granules else 0
+            for offset, length in ranges:
+                try:
+                    pages.punch(self.files.data, offset, length)
+                except OSError:
+                    self._can_give_back = False  # sealed memory, or huge pages
+                    return
+            left -= len(ranges)
+            if left <= 0:
+                return
 
     def shared(self) -> SharedPool:
         return SharedPool(

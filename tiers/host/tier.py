@@ -143,6 +143,15 @@ class HostTier:
         pools = self._pools.values() if pool is None else [self._pool(pool)]
         return sum((p.usage() for p in pools), NO_USAGE)
 
+    def set_ceiling(self, pool: str, byte_count: int) -> None:
+        """How much of its memory a pool may use from now on; the owner drops what is over."""
+        self._pool(pool).set_ceiling(byte_count)
+
+    def give_back(self) -> None:
+        """Returns some free memory of pools that were made smaller to the system."""
+        for pool in self._pools.values():
+            pool.give_back()
+
     def header(self, place: int) -> BlockHeader:
         return self._record(place).header
 
