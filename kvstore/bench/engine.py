@@ -21,7 +21,7 @@ from kvstore.core.clock import cpu_seconds, perf_seconds
 from kvstore.core.errors import KVStoreError
 from kvstore.engines import smollm2
 from kvstore.engines.dynamic_cache import CacheBlocks, PromptMemory
-from kvstore.engines.generating import extend, prefill_alone
+from kvstore.engines.generating import copy_of, extend, prefill_alone
 from kvstore.engines.transformers import Prefill, prefill_with_store, spec_of
 from kvstore.replay.own_daemon import OwnDaemon, fitting_pool_bytes
 from kvstore.replay.own_disk import disk_section, fitting_disk_bytes, own_disk
@@ -202,16 +202,6 @@ def cpu_figures(cpu: Mapping[str, float]) -> dict[str, float]:
         "compute_only_ratio": cpu["compute_only"] / whole,
         "store_share": (both("restore") + both("put")) / (whole - cpu["compute_only"]),
     }
-
-
-def copy_of(model: Any, cache: Any) -> Any:
-    """A cache of a model's with the same content."""
-    from transformers import DynamicCache
-
-    made = DynamicCache(config=model.config)
-    for n, layer in enumerate(cache.layers):
-        made.update(layer.keys, layer.values, n)
-    return made
 
 
 def _difference(cache: Any, known: Any) -> int:

@@ -48,6 +48,16 @@ def predictions(model: Any, ids: Any, count: int) -> tuple[Any, Any]:
     return output.logits[0], cache
 
 
+def copy_of(model: Any, cache: Any) -> Any:
+    """A cache of a model's with the same content."""
+    from transformers import DynamicCache
+
+    made = DynamicCache(config=model.config)
+    for n, layer in enumerate(cache.layers):
+        made.update(layer.keys, layer.values, n)
+    return made
+
+
 def extend(model: Any, cache: Any, ids: Any) -> float:
     """Computes more tokens, [n], on a cache; answers with the seconds that took."""
     import torch
