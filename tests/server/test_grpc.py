@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import http2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from peers import CallError, Engine, GrpcPeer
@@ -260,3 +261,19 @@ def test_streams_end_with_their_session(client: Any, daemon: Any) -> None:
     over.set()
     assert outcome(storing.result)[0] == "UNAUTHENTICATED"
     assert daemon.eventually(lambda: daemon.store.events.subscriber_count == 0)
+
+
+def test_a_path_that_is_no_text(daemon: Any, client: Any) -> None:
+    """I14, I18: a request with a path of no UTF-8, which ends the gRPC library's own server, costs
+    its connections alone: it is open again within moments, and the lane's sessions stay."""
+    client.open()
+    engine = Engine(client)
+    engine.put(TOKENS)
+    for _ in range(2):
+        headers = http2.headers(b"/kvstore.\xf61.KVStore/Lookup", b"")
+        http2.send(daemon.socket, [http2.PREFACE + http2.frame(4, 0, 0, b"") + headers])
+        assert client.answers(), "the server did not come back"
+    assert client.lane.call("Status", pb.StatusRequest()).state == "serving"
+    assert engine.lookup(TOKENS).matched_tokens == 64
+    assert all("UnicodeDecodeError" in failure for failure in daemon.failures)
+    daemon.failures.clear()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import http2
 import pytest
 from certificates import make_authority, make_certificate, make_expired_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -271,6 +275,34 @@ def test_tenants_are_bound_to_certificates(connect: Any) -> None:
         Engine(far.peer)
     assert caught.value.code == "PERMISSION_DENIED"
     Engine(far.peer, tenant="b")
+
+
+def test_a_path_that_is_no_text_on_tcp(connect: Any, tcp_daemon: Any, certificates: Path) -> None:
+    """I14: the gRPC library's server, which such a path ends, is open again at the same port."""
+    port = tcp_daemon.grpc.tcp_port
+    settings = ssl.create_default_context(cafile=certificates / "good-ca.pem")
+    settings.load_cert_chain(certificates / "engine-2.pem", certificates / "engine-2.key")
+    settings.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", port)) as plain,
+        settings.wrap_socket(plain, server_hostname="localhost") as raw,
+    ):
+        raw.sendall(http2.PREFACE + http2.frame(4, 0, 0, b"") + http2.headers(b"/\xf6", b""))
+        while raw.recv(1 << 16):
+            pass
+    assert tcp_daemon.eventually(lambda: bool(tcp_daemon.failures)), "the library was mended"
+    tcp_daemon.failures.clear()
+    assert connect_again(connect), "the server did not come back"
+    assert tcp_daemon.grpc.tcp_port == port
+
+
+def connect_again(connect: Any) -> bool:
+    pause = threading.Event()
+    for _ in range(100):
+        with contextlib.suppress(CallError):
+            return bool(connect("engine-1").open().token)
+        pause.wait(0.05)
+    return False
 
 
 def test_health_needs_a_token_on_tcp(connect: Any) -> None:

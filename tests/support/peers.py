@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
 import struct
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,6 +195,15 @@ class GrpcPeer:
             return self.method(method)(request, metadata=self.metadata(), timeout=TIMEOUT)
         except grpc.RpcError as error:
             raise CallError(error.code().name, error.details()) from None
+
+    def answers(self, seconds: float = 15.0) -> bool:
+        """Whether a call of the session gets through within `seconds`."""
+        pause = threading.Event()
+        for _ in range(int(seconds / 0.05)):
+            with contextlib.suppress(CallError):
+                return bool(self.call("Status", pb.StatusRequest()).state)
+            pause.wait(0.05)
+        return False
 
     def stream(self, method: str, request: Any) -> Iterator[Any]:
         call = self.method(method, "unary_stream")
