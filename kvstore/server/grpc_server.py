@@ -133,6 +133,20 @@ class GrpcServer:
             return False
         return True
 
+    def _options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.max_receive_message_length", self._message_bytes),
+            ("grpc.max_send_message_length", self._message_bytes),
+            ("grpc.max_metadata_size", METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+            ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MILLISECONDS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_MILLISECONDS),
+            # Without this one a hung peer is noticed after 60 s, whatever keepalive says.
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_MILLISECONDS),
+        ]
+
     def _listen_unix(self) -> None:
         sockets.remove_stale(self._path)
         server = self._server(with_certificates=False)
