@@ -24,7 +24,8 @@ OLD, NEW = (
 
 
 def change(old: str, new: str = "", tests: str = SLOTS) -> Change:
-    return Change("a bug", "a change", "kvstore/core/slots.py", (Edit(old, new),), (tests,), "one_run")
+    edits = (Edit(old, new),)
+    return Change("a bug", "a change", "kvstore/core/slots.py", edits, (tests,), "one_run")
 
 
 @pytest.mark.parametrize("one", mutation.changes(), ids=lambda one: one.what)
