@@ -18,7 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install kernels-env engines-env operate-env smollm2 demo demo-engine test test-long \
-	test-kernels compile-check simulate-faults mutation soak lint format typecheck proto docs docs-site bench clean
+	test-kernels compile-check simulate-faults mutation soak lint format \
+	typecheck proto docs docs-site bench clean
 
 help: ## Say what there is
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18

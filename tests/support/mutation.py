@@ -230,7 +230,10 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
             copy = Copy(Path(directory))
             check_unchanged(copy, wanted)
-            results = [copy.try_out(change) for change in wanted]
+            results = []
+            for change in wanted:
+                results.append(copy.try_out(change))
+                print(f"{change.bug}: {results[-1].caught_by or 'MISSED'}", file=sys.stderr)
     except Broken as error:
         print(error, file=sys.stderr)
         return 2
