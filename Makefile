@@ -91,7 +91,7 @@ test: install kernels-env engines-env operate-env ## The suite
 test-long: install kernels-env engines-env operate-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not soak and not gpu and not vllm"
 
-soak: install ## The long forms: fuzzing for an hour and more
+soak: install ## The long forms of the fuzzing tests: some millions of cases
 	$(BIN)/pytest -m soak
 
 mutation: install ## Put known bugs into a copy of the tree; its tests have to notice each: BUG="TTL"
