@@ -168,6 +168,7 @@ def test_a_gpu_that_cannot_read_read_only_memory_uses_the_ring(
     world.close()
 
 
+@pytest.mark.long
 def test_a_new_daemon_is_registered_anew(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """After kill -9 pools are mapped again: loads use these, and the old ones are let go."""
     monkeypatch.setenv("FAKE_CUDA_STRICT", "1")

@@ -175,6 +175,7 @@ def test_calibration_measures_both_ways(world: World) -> None:
     assert found.run_bytes == min(quick, default=512 << 10)
 
 
+@pytest.mark.long
 def test_a_failing_gpu_is_an_unavailable_store(daemon: DaemonProcess) -> None:
     """With the GPU's context lost, loads and saves raise StoreUnavailable: it recomputes."""
     result = subprocess.run(

@@ -148,8 +148,10 @@ def test_the_coldest_make_room(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["clear", "epoch", "evicted"])
-def test_a_copy_goes_with_the_host_copy(world: World, how: str) -> None:
+def test_a_copy_goes_with_the_host_copy(how: str) -> None:
     """Nothing is read from a GPU that host holds no more."""
+    world = World(MIB, host="6MiB")
+    world.attach()
     tokens = world.put(1)
     world.heat(tokens)
     if how == "clear":
@@ -157,14 +159,15 @@ def test_a_copy_goes_with_the_host_copy(world: World, how: str) -> None:
     elif how == "epoch":
         world.client.admin.bump_epoch(world.space.space_id)
     else:
-        for seed in range(2, 600):
+        for seed in range(2, 90):
             world.put(seed)
     world.store.settle()
     if how != "evicted":
         assert world.tier.usage().block_count == 0
     world.store.check_integrity()
     with world.space.lookup(tokens) as match:
-        assert match.matched_tokens == 0 or how == "evicted"
+        assert match.matched_tokens == 0
+    world.close()
 
 
 def test_a_lost_lease_gets_nothing(world: World) -> None:
@@ -331,7 +334,7 @@ def test_wrong_bytes_never_reach_a_gpu(world: World) -> None:
 
 
 @pytest.mark.parametrize("share", ["copy", "in_place"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_happens_bytes_are_right(share: str, seed: int) -> None:
     """Puts, loads, evictions, clears and ends of leases in any order: what is shown is right."""
     random = Random(seed)
@@ -354,7 +357,7 @@ def test_whatever_happens_bytes_are_right(share: str, seed: int) -> None:
             return
         assert all(blocks[i] == data for i, data in found.items())
 
-    for _ in range(150):
+    for _ in range(100):
         tokens = list(range(tag := 1000 * random.randrange(12), tag + 4 * random.randrange(1, 30)))
         blocks = PAYLOAD.blocks(tokens)
         what = random.random()
