@@ -166,7 +166,7 @@ def _write(path: Path, text: str) -> None:
 
 def first_failure(output: str) -> str:
     """The first test that pytest's summary says failed."""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     return found[1] if found else "a test"
 
 
