@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 
 from kvstore.kernels.block_variants import block_variants
 from kvstore.kernels.dispatch import TARGETS
-from kvstore.kernels.variants import Variant, attention_variants
+from kvstore.kernels.variants import Variant, attention_variants, every_shape
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MAX = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
@@ -51,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", choices=TARGETS, action="append", help="only this chip")
     parser.add_argument("--only", help="only variants whose name contains this")
+    parser.add_argument("--every-shape", action="store_true",
+                        help="attention in every format and head size: an hour")  # fmt: skip
     parser.add_argument("--option", action="append", default=[], metavar="NAME=NUMBER",
                         help="a compiler option, e.g. maxnreg=64")  # fmt: skip
     parsed = parser.parse_args(arguments)
@@ -58,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [
         (target, variant.name, options)
         for target in parsed.target or TARGETS
-        for variant in variants(target)
+        for variant in (every_shape if parsed.every_shape else variants)(target)
         if (parsed.only or "") in variant.name
     ]
     if not jobs:
@@ -82,7 +85,7 @@ def report(target: str, name: str, code: Code | None, problems: list[str]) -> bo
         f"{code.registers:4} registers {code.shared >> 10:4} KiB shared {code.dots:4} dots "
         f"{code.wide_loads + code.wide_copies:4} wide loads"
     )  # fmt: skip
-    print(f"{target:7} {name:24} {facts}", *problems, sep="  " if problems else "", flush=True)
+    print(f"{target:7} {name:28} {facts}", *problems, sep="  " if problems else "", flush=True)
     return bool(problems)
 
 
@@ -92,7 +95,8 @@ def _own_cache() -> None:
 
 
 def _check_named(target: str, name: str, options: dict[str, int]) -> tuple[Code | None, list[str]]:
-    variant = next(v for v in variants(target) if v.name == name)
+    known = chain(variants(target), every_shape(target))
+    variant = next(v for v in known if v.name == name)
     return check(replace(variant, options=variant.options | options), target)
 
 

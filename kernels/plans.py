@@ -78,6 +78,11 @@ def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
+def _tricks(target: str, shape: Shape) -> bool:
+    """Whether codes become values by the bit tricks of `jit/unpack.py`: 16-bit ones only."""
+    return target.startswith("sm_") and shape.value_bytes == 2
+
+
 def decode_plan(target: str, shape: Shape, splits: int, tuning: Tuning | None = None) -> Plan:
     """Settings of `paged_decode`: small tiles, many bytes in flight."""
     block_n, warps, stages = _decode_tiles(target, shape)
@@ -86,7 +91,7 @@ def decode_plan(target: str, shape: Shape, splits: int, tuning: Tuning | None = 
     constants = {
         "GROUP": shape.group, "ROWS": max(ROWS_MIN, power_of_two(shape.group)),
         "D": shape.head_dim, "WIDTH": shape.width, "PAGE": shape.block_size,
-        "BLOCK_N": block_n, "SPLITS": splits, "ASM": target.startswith("sm_"), **shape.features,
+        "BLOCK_N": block_n, "SPLITS": splits, "ASM": _tricks(target, shape), **shape.features,
     }  # fmt: skip
     if shape.kv_format == "int4_kivi":
         groups = max(1, block_n // shape.token_group)
@@ -102,17 +107,24 @@ def decode_plan(target: str, shape: Shape, splits: int, tuning: Tuning | None = 
 
 def _decode_tiles(target: str, shape: Shape) -> tuple[int, int, int]:
     """(tokens of a tile, warps, stages)."""
+    wide = shape.head_dim > 128
     if target == "gfx942":
-        return (32 if shape.value_bytes * shape.width > 256 else 64), 4, 2
+        row = shape.value_bytes * shape.width
+        return (16 if row > 512 else 32 if row > 256 else 64), 4, 2
+    if shape.value_bytes == 4:
+        # Without tensor cores a thread holds whole rows in registers, so tiles are small.
+        return (
+            (32 if shape.parts == 2 and shape.width <= 32 else 16),
+            (8 if wide and shape.kv_format != "raw" else 4),
+            3,
+        )
     if shape.kv_format == "raw":
-        if shape.value_bytes == 4 or shape.head_dim > 128:
-            return 32, 4, 3
-        return 64, 4, 3
+        return (32 if wide else 64), 4, 3
     if shape.kv_format == "int4_kivi":
         # As many token groups as there are rows left by the heads; see `jit/decode_int4.py`.
         groups = max(1, ROWS_MIN // power_of_two(shape.group))
-        tokens = min(128, groups * shape.token_group)
-        return tokens, (4 if tokens * shape.width >= 1024 else 2), 3
+        tokens = min(32 if shape.width <= 16 else 128, groups * shape.token_group)
+        return tokens, (8 if wide else 4 if tokens * shape.width >= 1024 else 2), 3
     return 64, 4, 4
 
 
@@ -133,7 +145,7 @@ def extend_plan(
         "GROUP": shape.group, "D": shape.head_dim, "WIDTH": shape.width, "PAGE": shape.block_size,
         "TOKENS": shape.token_group, "BLOCK_M": tuning.block_m or block_m,
         "BLOCK_N": tuning.block_n or block_n, "SPLITS": splits, "FORMAT": shape.kv_format,
-        "CAUSAL": causal, "ASM": target.startswith("sm_"), **shape.features,
+        "CAUSAL": causal, "ASM": _tricks(target, shape), **shape.features,
     }  # fmt: skip
     return Plan(extend, constants, tuning.num_warps or warps, tuning.num_stages or stages)
 
@@ -142,21 +154,36 @@ def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, 
     """(rows of a tile, tokens of a tile, warps, stages)."""
     few = max(ROWS_MIN, min(64, power_of_two(rows)))
     narrow = shape.head_dim <= 128
-    if shape.value_bytes == 4:
-        return min(few, 32), 32, 4, 2
+    # Short rows of codes: fewer tokens would leave less than 16 bytes to each thread.
+    short = shape.parts > 1 and shape.width <= 32
     if target == "gfx942":
-        return few, 32, 4, 1
+        if shape.value_bytes == 4:
+            return min(few, 32), 32, 4, 1
+        return few, (64 if short else 32), 4, 1
+    if shape.value_bytes == 4:
+        return ROWS_MIN, (32 if narrow else 16), (4 if narrow and shape.parts == 2 else 8), 2
     if shape.kv_format == "int4_kivi":
-        return (min(few, 32) if target == "sm_100" else few), 32, 4, 2
+        return _extend_int4(target, shape, few)
     if rows <= 64:
-        return few, (64 if narrow and shape.kv_format == "raw" else 32), 4, 3
+        return few, (64 if short or (narrow and shape.kv_format == "raw") else 32), 4, 3
     if shape.kv_format != "raw":
-        if target == "sm_80":
+        if target == "sm_80" or (target == "sm_90" and not narrow):
             return 32, 32, 4, 2
-        return (128, 32, 8, 2) if narrow and target != "sm_100" else (64, 32, 4, 2)
+        if target == "sm_100" or not narrow:
+            return 64, 32, 4, 2
+        return 128, (64 if short else 32), 8, 2
     if not narrow:
-        return 64, 32, 4, 2
-    return (128, 32, 8, 3) if target == "sm_80" else (128, 64, 8, 3)
+        return 64, 32, 8, 2
+    tight = {"sm_80": shape.width > 64, "sm_100": shape.width <= 64}  # in registers
+    return 128, (32 if tight.get(target) else 64), 8, 3
+
+
+def _extend_int4(target: str, shape: Shape, few: int) -> tuple[int, int, int, int]:
+    """The same for int4_kivi, which dequantises K and V to tiles of values."""
+    if shape.width <= 16:  # so short that 32 tokens have no 16 bytes for each thread
+        return (min(few, 16) if target == "sm_100" else few), 64, 4, 2
+    tight = target == "sm_100" or (target == "sm_80" and shape.head_dim > 128)
+    return (min(few, 32) if tight else few), 32, 4, 2
 
 
 def merge_plan(head_dim: int, states: int) -> Plan:

@@ -7,9 +7,11 @@ A variant is a kernel with the constants and types of a launch. Those of attenti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
+from kvstore.kernels.options import HEAD_DIMS
 from kvstore.kernels.plans import (
     Plan,
     Shape,
@@ -62,7 +64,7 @@ def _variant(name: str, plan: Plan, kv_format: str = "raw", dtype: str = "bf16")
     return Variant(
         name, plan.kernel, types, dict(plan.constants), plan.num_warps, plan.num_stages,
         sixteens=KV_STRIDES + (SCALE_STRIDES if kv_format == "int4_kivi" else ()),
-        dot=decodes, asynchronous=decodes,
+        dot=decodes and dtype != "fp32", asynchronous=decodes,
     )  # fmt: skip
 
 
@@ -89,3 +91,31 @@ def attention_variants(target: str) -> Iterator[Variant]:
     yield _variant("extend_few", extend_plan(target, Shape(4, 128, 16), 8, 16, True))
     yield _variant("decode_int4_64", decode_plan(target, Shape(8, 64, 16, "int4_kivi"), 8),
                    "int4_kivi")  # fmt: skip
+    yield _of_shape(target, "decode", "raw", "fp32", 128)
+    yield _of_shape(target, "extend", "int8_th", "fp32", 128)
+
+
+def every_shape(target: str) -> Iterator[Variant]:
+    """Attention in every format and size of head: an hour's work, for those who change plans."""
+    sizes = product(("raw", "int8_th", "fp8_bh", "int4_kivi"), ("bf16", "fp32"), HEAD_DIMS)
+    for kv_format, dtype, head_dim in sizes:
+        for operation in ("decode", "extend", "extend_few"):
+            yield _of_shape(target, operation, kv_format, dtype, head_dim)
+
+
+def _of_shape(target: str, operation: str, kv_format: str, dtype: str, head_dim: int) -> Variant:
+    """The hardest kind of block: of 16 tokens, so that a tile needs several ids."""
+    shape = Shape(4, head_dim, 16, kv_format, 4 if dtype == "fp32" else 2)
+    if operation == "decode":
+        plan = decode_plan(target, shape, 8)
+    elif operation == "extend":
+        plan = extend_plan(target, shape, 4096, 1, True)
+    else:
+        plan = extend_plan(target, shape, 16, 8, True)
+    name = f"{operation}_{kv_format}_{dtype}_D{head_dim}"
+    made = _variant(name, plan, kv_format, dtype)
+    # Codes that become float32 are read in short pieces: that is slow, and seldom wanted.
+    quick = dtype != "fp32" or kv_format == "raw"
+    # A row of 32 bytes leaves 8 to each thread of an AMD warp of 64.
+    short = kv_format == "int4_kivi" and head_dim == 64 and target.startswith("gfx")
+    return replace(made, asynchronous=quick, wide=quick and not short)
