@@ -13,9 +13,10 @@ from typing import Any
 
 import click
 
-from kvstore.cli.output import TIERS, json_option, print_json, print_table
+from kvstore.cli.output import json_option, print_json, print_table
 from kvstore.core.sizes import parse_size
 
+TIERS = ("host", "disk")  # those that are simulated
 LINKS = {"host>hbm": "host", "disk>host": "disk"}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TIME = re.compile(r"([0-9.]+)\s*(us|ms|s)")
