@@ -12,6 +12,9 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+SHORT := not long and not gpu and not vllm
+# Tests that only compute: two at a time change nothing but the time they take.
+COMPUTING := tests/core tests/kernels tests/policies tests/simulation
 # A bare `import kernels` or `import proto` must not find the folders of this tree.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -86,7 +89,8 @@ demo-engine: install smollm2 ## Let users chat with a small real model, with the
 	$(BIN)/kvstore demo --engine --report build/demo-engine.html
 
 test: install kernels-env engines-env operate-env ## The suite
-	$(BIN)/pytest -m "not long and not gpu and not vllm"
+	$(BIN)/pytest -n 2 -m "$(SHORT)" $(COMPUTING)
+	$(BIN)/pytest -m "$(SHORT)" $(COMPUTING:%=--ignore=%)
 
 test-long: install kernels-env engines-env operate-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not soak and not gpu and not vllm"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.getoption("markexpr")
+    if "gpu" not in chosen or "not gpu" in chosen:
+        # Before the first module with kernels, whichever test imports it: it is interpreted or
+        # compiled for good from then on.
+        os.environ["TRITON_INTERPRET"] = "1"
     try:
         found = importlib.util.find_spec("kvstore.tiers")
     except ModuleNotFoundError:

@@ -119,6 +119,7 @@ def test_syncs_that_hang(
         assert [daemon.found(client, n) for n in (1, 2, 3, 4, 5)] == [BLOCKS] * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "file"), [(Call.READ, File.SEGMENT), (Call.SYNC, File.SEGMENT)])
 def test_sigterm_while_the_disk_hangs(
     daemon: SickDisk, client: KVClient, call: Call, file: File

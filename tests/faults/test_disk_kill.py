@@ -114,9 +114,9 @@ def check_complaints(writers: list[WriterProcess]) -> None:
 
 @pytest.mark.timeout(400)
 def test_flushed_blocks_survive_kills(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """I9, I11: over 50 kills under eight writers, with a configuration of its own for each life
+    """I9, I11: over 20 kills under eight writers, with a configuration of its own for each life
     and mostly with all host memory gone, what Flush said was durable is back and right."""
-    expected = run_kills(daemon, tmp_path / "disk", kills=50, count=8, seed=1)
+    expected = run_kills(daemon, tmp_path / "disk", kills=20, count=8, seed=1)
     assert sum(expected.blocks.values()) > 1_000
 
 

@@ -127,6 +127,7 @@ def used_after_flush(daemon: SickDisk, client: KVClient) -> int:
     return int(client.status().tiers["disk"].used_bytes)
 
 
+@pytest.mark.long
 def test_no_space_left_again_and_again(daemon: SickDisk, small: Path) -> None:
     """I9, I14: with not a byte left the tier says so and host goes on; with space again it takes
     blocks without a restart, and what was durable before, between and after outlives a reboot."""

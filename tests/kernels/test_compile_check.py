@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -22,7 +23,7 @@ def test_a_kernel_compiles_for_a_chip_that_is_not_there() -> None:
     """Decode for sm_90 passes: tensor cores, asynchronous 16-byte loads, no spills."""
     run = compile_check("--target", "sm_90", "--only", "decode_raw")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "1 compiled, 0 bad"
+    assert re.fullmatch(r"[1-9]\d* compiled, 0 bad", run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def errors(requests: Sequence[TraceRequest], part: float, share: float) -> list[
     ]
 
 
+@pytest.mark.long
 def test_a_sample_is_close_to_all() -> None:
     """Half of the conversations tell the hits of all within 3 points, 1.5 on average."""
     found = errors(load_trace(BUNDLED), 0.25, 0.5)
@@ -131,6 +132,7 @@ def test_a_sample_is_close_to_all() -> None:
     assert sum(map(abs, found)) / len(found) < 0.015
 
 
+@pytest.mark.long
 def test_common_beginnings_do_not_crowd_a_sample_out() -> None:
     """Under long system prompts a quarter of the chats tells within 8 points, not 40."""
     found = errors(chats(1, 2500, 60), 0.1, 0.25)

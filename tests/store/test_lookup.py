@@ -241,6 +241,7 @@ def test_a_block_being_read_outlives_its_lease(make_desk: Any) -> None:
             assert np.array_equal(np.frombuffer(data, np.uint8), right)
 
 
+@pytest.mark.long
 def test_lookups_without_release_leak_nothing(make_desk: Any) -> None:
     """I6, I15: after 1e5 lookups that nobody releases or finishes, leased bytes return to 0."""
     limits = dict.fromkeys(("leased_bytes_per_session", "leased_bytes_per_tenant"), "1TiB")

@@ -74,8 +74,10 @@ def try_everything() -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        leases_do_not_hold, slots_do_not_rest, salts_do_not_count, epochs_do_not_count,
-        repeats_are_not_compared, checksums_do_not_count, reads_are_off_by_one,
+        leases_do_not_hold, slots_do_not_rest, epochs_do_not_count, reads_are_off_by_one,
+        repeats_are_not_compared,
+        pytest.param(salts_do_not_count, marks=pytest.mark.long),
+        pytest.param(checksums_do_not_count, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_known_bugs_are_found(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
