@@ -47,7 +47,10 @@ def test_stall_quantile_is_an_upper_bound() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", list(TARGETS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.vllm if n == "overhead" else ()) for n in TARGETS],
+)
 def test_quick_benchmark(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each benchmark runs to its end and prints one JSON document with its figures."""
     assert run(["bench", name, "--quick", "--json"]) == 0
