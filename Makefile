@@ -106,7 +106,7 @@ test-kernels: kernels-env ## All tests of kernels/, by interpreter; no GPU neede
 	$(BIN)/pytest -n 2 -m "not gpu" tests/kernels
 
 test-vllm: install smollm2 vllm-env ## vLLM itself with the store and without; about ten minutes
-	$(BIN)/pytest -m vllm tests/engines tests/test_event_publisher.py
+	$(BIN)/pytest -m vllm tests/engines tests/test_event_publisher.py tests/cli/test_bench.py
 
 compile-check: kernels-env ## Compile every kernel for real GPUs and read the machine code
 	$(BIN)/python -m kvstore.kernels.compile_check

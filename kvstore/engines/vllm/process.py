@@ -69,9 +69,10 @@ class EngineProcess:
         environ: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
+        python = interpreter()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [interpreter(), "-m", "kvstore.engines.vllm.host"],
+            [python, "-m", "kvstore.engines.vllm.host"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             env={**os.environ, **(environ or {})},
         )  # fmt: skip
