@@ -22,10 +22,6 @@ EXAMPLE = ROOT / "deploy" / "kvstore.toml"
 MANAGER = ROOT / "tests" / "support" / "systemd_user.sh"
 COMMAND = "/opt/kvstore/bin/kvstore"
 
-# Where the unit's sandbox would not find this tree or its interpreter.
-PLACES = (Path(__file__).resolve(), Path(sys.prefix).resolve())
-HIDDEN = any(p.is_relative_to(top) for p in PLACES for top in ("/tmp", "/var/tmp", "/home"))
-
 
 def settings() -> dict[str, list[str]]:
     """Settings of the unit's [Service] with all their values."""
@@ -142,7 +138,7 @@ systemctl --user show kvstore.service -p SubState,Result
 
 
 @pytest.mark.long
-@pytest.mark.skipif(HIDDEN, reason="the unit's sandbox has a /tmp and /home of its own")
+@pytest.mark.skipif(not os.environ.get("KVSTORE_TEST_SYSTEMD"), reason="set KVSTORE_TEST_SYSTEMD")
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a mount namespace")
 @pytest.mark.skipif(not Path("/lib/systemd/systemd").exists(), reason="no systemd here")
 def test_a_real_systemd_runs_the_unit(place: Path, command: Path) -> None:
