@@ -38,10 +38,6 @@ class Answer:
         ends = (self.local_tokens + match.restore_tokens for match in self.matches)
         return min(ends, default=self.local_tokens)
 
-    @property
-    def has_pending(self) -> bool:
-        return any(match.pending_tokens for match in self.matches)
-
     def sources(self, start: int, stop: int) -> dict[str, int]:
         """How many of the tokens from `start` to `stop` each tier supplies."""
         counts: dict[str, int] = {}

@@ -85,7 +85,6 @@ class StepMessage:
 
 @dataclass
 class SpecMessage:
-    """A rank's spec as JSON, and the vLLM block size that it groups."""
+    """A rank's spec as JSON."""
 
     spec: bytes
-    engine_block_size: int

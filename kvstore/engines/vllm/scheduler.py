@@ -139,8 +139,7 @@ class SchedulerSide:
         answer = self._answer(tracked, computed)
         if answer is None:
             return None, False
-        if answer.problem:
-            self._trouble(answer.problem)
+        self._tell_trouble(answer)
         tracked.saved_blocks = max(tracked.saved_blocks, answer.matched_tokens // self._block_size)
         count = answer.end - computed
         if count <= 0:
@@ -333,10 +332,12 @@ class SchedulerSide:
         for reach in self._reaches:
             reach.close()
 
-    def _trouble(self, problem: str) -> None:
-        if not self._is_troubled:
-            logger.warning("prompts are computed without kvstore for now: %s", problem)
-        self._is_troubled = True
+    def _tell_trouble(self, answer: Answer) -> None:
+        """Says it once when lookups begin to fail, and again only after one that did not."""
+        if answer.problem and not self._is_troubled:
+            logger.warning("prompts are computed without kvstore for now: %s", answer.problem)
+        if answer.problem or answer.matches:
+            self._is_troubled = bool(answer.problem)
 
 
 def certain_tokens(request: Any, reached: int, drafts: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -68,7 +69,7 @@ class WorkerSide:
         rank = self._rank
         if rank is None:
             return None
-        return SpecMessage(msgspec.json.encode(rank.spec), rank.engine_block_size)
+        return SpecMessage(msgspec.json.encode(rank.spec))
 
     # ---- Of each step ----
 
@@ -128,10 +129,9 @@ class WorkerSide:
             if not views or match.ranges[0].start != job.first:
                 return 0
             views = views[: job.count]
-            for n, view in enumerate(views):
+            for ids, view in zip(_by_block(job, rank.blocks_each), views, strict=False):
                 if load.is_cancelled:
                     return 0
-                ids = [blocks[n] for blocks in _by_block(job, rank.blocks_each)]
                 rank.groups.write(ids, np.frombuffer(view, np.uint8))
             match.check()
             seconds = perf_seconds() - began
@@ -145,16 +145,15 @@ class WorkerSide:
     def _save(self, job: SaveJob) -> None:
         """Copies blocks out of vLLM's memory now, as they may be another's after this step."""
         rank, space = self._rank, self._reach.attached
-        if rank is None or space is None or job.hints.no_store:
+        if rank is None or space is None:
             return
         taken: list[np.ndarray] = []
-        by_block = _by_block(job, rank.blocks_each)
-        for n in range(job.count):
+        for ids in _by_block(job, rank.blocks_each):
             buffer = self._buffers.take(rank.groups.block_bytes)
             if buffer is None:
                 break
             taken.append(buffer)
-            if not rank.groups.read([blocks[n] for blocks in by_block], buffer):
+            if not rank.groups.read(ids, buffer):
                 self._buffers.give_back([taken.pop()])
                 break
         if taken and not self._saver.submit(partial(self._put, space, job, taken)):
@@ -188,12 +187,10 @@ class WorkerSide:
             )
 
 
-def _by_block(job: LoadJob | SaveJob, blocks_each: int) -> list[list[tuple[int, ...]]]:
-    """A job's engine block ids by group and store block."""
-    return [
-        [ids[n * blocks_each : (n + 1) * blocks_each] for n in range(job.count)]
-        for ids in job.block_ids
-    ]
+def _by_block(job: LoadJob | SaveJob, blocks_each: int) -> Iterator[list[tuple[int, ...]]]:
+    """A job's engine block ids by store block and group."""
+    for start in range(0, job.count * blocks_each, blocks_each):
+        yield [ids[start : start + blocks_each] for ids in job.block_ids]
 
 
 class Load:
