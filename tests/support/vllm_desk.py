@@ -1,6 +1,6 @@
 """Both sides of the vLLM connector without vLLM: its requests, steps and caches as plain objects.
 
-What vLLM itself does with the connector is tried in test_vllm.py, where it is installed.
+What vLLM itself does with the connector is tried in tests/engines/with_vllm, where it is installed.
 """
 
 from __future__ import annotations

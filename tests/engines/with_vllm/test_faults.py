@@ -14,27 +14,13 @@ from typing import Any
 
 import pytest
 from daemons import DaemonProcess
-from vllm_world import Engine, ask, prompt, tell, tiny_model
+from vllm_world import BATCH, LIMITS, Engine, ask, prompt, tell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-LIMITS = "tiers.host.prefault = false\ntiers.host.mlock = false\n"
 REQUESTS = int(os.environ.get("KVSTORE_VLLM_REQUESTS", "1000"))
 EXTRA_SECONDS_MAX = 0.05
 LOOKUP_SECONDS = 0.1
-OPTIONS = {"max_num_batched_tokens": 512}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Engine]:
-    engine = Engine(model, None, **OPTIONS)
-    yield engine.wait()
-    engine.close()
 
 
 @pytest.fixture
@@ -45,7 +31,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def engine(model: Path, daemon: DaemonProcess) -> Iterator[Engine]:
-    made = Engine(model, {"address": daemon.address, "retry_seconds": 0.2}, **OPTIONS)
+    made = Engine(model, {"address": daemon.address, "retry_seconds": 0.2}, **BATCH)
     yield made.wait()
     made.close()
 

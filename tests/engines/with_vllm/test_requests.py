@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from daemons import DaemonProcess
 from vllm_world import (
-    BATCH,
     LIMITS,
     Engine,
     ask,
@@ -28,19 +27,6 @@ from vllm_world import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 BLOCK = 128
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Engine]:
-    """vLLM without a store: what it answers is right."""
-    engine = Engine(model, None, **BATCH)
-    yield engine.wait()
-    engine.close()
 
 
 @pytest.fixture(scope="module")

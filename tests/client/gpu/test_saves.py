@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from daemons import DaemonProcess, eventually
-from fake_cuda import fake_driver
 from gpu_client import KINDS, PIECES, STAGED, StreamMemory, World, prompt, stored
 from gpu_world import spec_of
 
@@ -20,34 +18,7 @@ from kvstore.client import KVClient
 from kvstore.client.gpu import Calibration, Device
 from kvstore.testing import InProcessStore
 
-SUPPORT = Path(__file__).parent.parent / "support"
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[KVClient]:
-    with daemon.client(staging_bytes=2 << 20, call_timeout_seconds=5.0) as made:
-        yield made
-
-
-@pytest.fixture
-def device() -> Device:
-    return Device(driver=fake_driver())
-
-
-@pytest.fixture
-def world(client: KVClient, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """The driver copies only when waited for, and batches touch only what is registered."""
-    monkeypatch.setenv("FAKE_CUDA_STRICT", "1")
-    monkeypatch.setenv("FAKE_CUDA_LAZY", "1")
-    made = World(client, device)
-    yield made
-    made.close()
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def test_the_stage_is_not_overwritten_before_it_is_read(world: World) -> None:

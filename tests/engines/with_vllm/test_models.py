@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,19 +28,6 @@ from kvstore.engines import smollm2
 from kvstore.engines.vllm.process import VLLMProblem, interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Engine]:
-    """vLLM without a store: what it answers is right."""
-    engine = Engine(model, None, **BATCH)
-    yield engine.wait()
-    engine.close()
 
 
 @pytest.mark.skipif(not smollm2.is_there(), reason="the model is made by: make smollm2")

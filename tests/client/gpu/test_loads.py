@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from daemons import DaemonProcess, Tagged, eventually
-from fake_cuda import fake_driver
 from gpu_client import KINDS, PIECES, STAGED, World, prompt, stored
 from gpu_world import LAYERS
 
 from kvstore.client import InvalidRequest, KVClient, LeaseLost
 from kvstore.client.gpu import Device, EngineSide
-
-SUPPORT = Path(__file__).parent.parent / "support"
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[KVClient]:
-    with daemon.client(staging_bytes=2 << 20, call_timeout_seconds=5.0) as made:
-        yield made
-
-
-@pytest.fixture
-def device() -> Device:
-    return Device(driver=fake_driver())
-
-
-@pytest.fixture
-def world(client: KVClient, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """The driver copies only when waited for, and batches touch only what is registered."""
-    monkeypatch.setenv("FAKE_CUDA_STRICT", "1")
-    monkeypatch.setenv("FAKE_CUDA_LAZY", "1")
-    made = World(client, device)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("way", ["pieces", "staged", "ring"])
