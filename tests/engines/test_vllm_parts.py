@@ -27,11 +27,12 @@ from kvstore.engines.vllm.identity import (
     extra_digest,
     revision_of,
 )
+from kvstore.engines.vllm.loads import Loads, Results
 from kvstore.engines.vllm.messages import LoadJob, Prompt
 from kvstore.engines.vllm.pages import Groups, Pages
 from kvstore.engines.vllm.scheduler import certain_tokens
 from kvstore.engines.vllm.settings import check_version, settings_of
-from kvstore.engines.vllm.worker import Buffers, Load, Loads
+from kvstore.engines.vllm.worker import Buffers
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -230,43 +231,53 @@ def job(count: int, ids: tuple[int, ...], request: str = "r") -> LoadJob:
 
 
 def test_a_load_that_ends_short_names_the_blocks_it_lacks() -> None:
-    """However a load ends, its request is heard of once, with the blocks to compute."""
-    loads = Loads()
-    loads.start(job(3, (5, 6, 7, 8, 9, 10)), lambda job, load: 1)
-    loads.start(job(1, (0, 12), "other"), _unavailable)
-    loads.start(job(1, (13,), "bug"), lambda job, load: 1 // 0)
-    ended: set[str] = set()
-    failed: set[int] = set()
-    while len(ended) < 3:
-        results = loads.take(5.0)
-        assert not ended & results.ended
-        ended |= results.ended
-        failed |= results.failed_blocks
-    assert failed == {7, 8, 9, 10, 12, 13}
+    """What was not loaded of a request is named, but for blocks that the engine has itself."""
+    results = Results()
+    results.add(job(3, (5, 6, 7, 8, 9, 10)), 1)
+    results.add(job(2, (11, 12), "whole"), 2)
+    results.add(job(2, (0, 13), "nothing"), 0)
+    assert results.ended == {"r", "whole", "nothing"}
+    assert results.failed == {"r", "nothing"}
+    assert results.failed_blocks == {7, 8, 9, 10, 13}
+
+
+def test_every_load_is_taken_once() -> None:
+    """However its fetching ends, a load is heard of; one that is closed away, too."""
+    loads, taken = Loads(), []
+    loads.start(job(1, (1,)), lambda job: None)
+    loads.start(job(1, (2,), "away"), _unavailable)
+    loads.start(job(1, (3,), "bug"), lambda job: 1 // 0)
+    while len(taken) < 3:
+        taken += loads.take(5.0)
+    assert {load.job.request_id for load, _ in taken} == {"r", "away", "bug"}
+    assert all(fetched is None for _, fetched in taken)
     loads.close()
-    loads.start(job(1, (3,), "late"), lambda job, load: 1)
-    assert loads.take(0.0).failed_blocks == {3}
+    loads.start(job(1, (4,), "late"), lambda job: None)
+    assert [load.job.request_id for load, _ in loads.take(0.0)] == ["late"]
 
 
-def _unavailable(job: LoadJob, load: Load) -> int:
+def _unavailable(job: LoadJob) -> None:
     raise StoreUnavailable("gone")
 
 
-def test_a_cancelled_load_has_loaded_nothing() -> None:
-    """A load that its request's end overtakes counts as failed, even if it copied everything."""
+def test_a_request_s_end_overtakes_its_load() -> None:
+    """A load is known to be cancelled while it is fetched, and until the last word on it."""
     loads, began, go_on = Loads(), threading.Event(), threading.Event()
 
-    def fetch(job: LoadJob, load: Load) -> int:
+    def fetch(job: LoadJob) -> None:
         began.set()
         go_on.wait(5.0)
-        return job.count
 
     loads.start(job(1, (4,)), fetch)
     assert began.wait(5.0)
     loads.cancel({"r", "unknown"})
     go_on.set()
-    results = loads.take(5.0)
-    assert (results.ended, results.failed_blocks) == ({"r"}, {4})
+    ((load, _),) = loads.take(5.0)
+    assert load.is_cancelled
+    loads.ended(load)
+    loads.start(job(1, (5,)), lambda job: None)
+    ((again, _),) = loads.take(5.0)
+    assert not again.is_cancelled
     loads.close()
 
 

@@ -17,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[import-not-found]
 
 from kvstore.engines.vllm.events import as_vllm
+from kvstore.engines.vllm.loads import Results
 from kvstore.engines.vllm.messages import SpecMessage, StepMessage
 from kvstore.engines.vllm.scheduler import SchedulerSide
 from kvstore.engines.vllm.settings import check_version, settings_of
-from kvstore.engines.vllm.worker import Results, WorkerSide
+from kvstore.engines.vllm.worker import WorkerSide
 
 KVConnectorMetadata.register(StepMessage)
 KVConnectorHandshakeMetadata.register(SpecMessage)

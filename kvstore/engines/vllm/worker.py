@@ -1,7 +1,11 @@
 """The worker side: loads between steps, saves after a step, and what steps took.
 
-load:  lookup (the scheduler side's lease) -> restore -> copy into vLLM's blocks -> check -> report
+load:  lookup (the scheduler side's lease) and restore, on a thread
+       -> between two steps: copy into vLLM's blocks -> check -> report
 save:  copy out of vLLM's blocks at the end of the step -> put, on a thread
+
+Copies are made between steps and not beside them: an engine on processors computes with all of
+them, and waits for the slowest of its threads.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,14 +26,15 @@ from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import KVStoreError, StoreUnavailable
 from kvstore.engines.background import Background
 from kvstore.engines.vllm.engine import Rank, rank_of, reach_of, with_weights
+from kvstore.engines.vllm.loads import Fetched, Load, Loads, Results
 from kvstore.engines.vllm.messages import LoadJob, SaveJob, SpecMessage, StepMessage
 from kvstore.engines.vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 LINK = "host>hbm"  # the copy from the store's memory into vLLM's blocks, wherever those lie
-LOAD_THREADS = 2
 CALLS_QUEUED = 256
+COPY_BYTES = 64 << 20  # between two steps, so that those who generate wait for little
 IDLE_WAIT_SECONDS = 0.005  # of a step without work, instead of asking again at once
 
 
@@ -98,10 +102,18 @@ class WorkerSide:
             self._save(job)
 
     def results(self, message: StepMessage | None, finished: set[str]) -> Results:
-        """Loads that ended since the last step; a step without work waits a little for one."""
+        """Copies what was fetched; a step without work waits a little for it, and copies all."""
         self._loads.cancel(finished)
-        wait = IDLE_WAIT_SECONDS if message is not None and message.is_idle else 0.0
-        return self._loads.take(wait)
+        is_idle = message is not None and message.is_idle
+        results, room = Results(), COPY_BYTES
+        for load, fetched in self._loads.take(IDLE_WAIT_SECONDS if is_idle else 0.0):
+            if room <= 0 and not is_idle:
+                self._loads.put_back(load, fetched)
+                continue
+            results.add(load.job, self._copy(load, fetched))
+            self._loads.ended(load)
+            room -= sum(map(len, fetched.views)) if fetched is not None else 0
+        return results
 
     def close(self) -> None:
         self._loads.close()
@@ -113,31 +125,54 @@ class WorkerSide:
 
     # ---- Loads, on their threads ----
 
-    def _fetch(self, job: LoadJob, load: Load) -> int:
-        """Copies the blocks of a job; answers with how many leading ones are right."""
-        rank, space = self._rank, self._reach.attached
-        if rank is None or space is None:
+    def _fetch(self, job: LoadJob) -> Fetched | None:
+        """The blocks of a job, readable; None if there are none."""
+        space = self._reach.attached
+        if space is None:
             raise StoreUnavailable("the daemon is away; the blocks are recomputed")
         match = space.lookup(
             **job.looked_up.arguments(),  # type: ignore[arg-type]
             local_tokens=job.local_tokens,
             request_id=job.request_id,
         )
-        with match:
-            began = perf_seconds()
-            views = space.restore(match, partial=True)
-            if not views or match.ranges[0].start != job.first:
-                return 0
-            views = views[: job.count]
-            for ids, view in zip(_by_block(job, rank.blocks_each), views, strict=False):
-                if load.is_cancelled:
-                    return 0
-                rank.groups.write(ids, np.frombuffer(view, np.uint8))
-            match.check()
-            seconds = perf_seconds() - began
-            with suppress(KVStoreError):
-                size = len(views) * space.spec.block_bytes
-                space.report_transfer(LINK, size, seconds, match=match)
+        try:
+            views = space.restore(match, partial=True)[: job.count]
+        except BaseException:
+            match.release()
+            raise
+        if not views or match.ranges[0].start != job.first:
+            match.release()
+            return None
+        return Fetched(space, match, views)
+
+    # ---- Loads, between steps ----
+
+    def _copy(self, load: Load, fetched: Fetched | None) -> int:
+        """Copies what was fetched; answers with how many leading blocks are right."""
+        if fetched is None:
+            return 0
+        try:
+            return 0 if load.is_cancelled else self._copied(load.job, fetched)
+        except KVStoreError as error:
+            logger.info("%s computes what it was to load: %s", load.job.request_id, error)
+            return 0
+        except Exception:
+            logger.exception("%s computes what it was to load", load.job.request_id)
+            return 0
+        finally:
+            # The last of those that hold the lease ends it, after what is told of it.
+            if not self._teller.submit(fetched.match.release):
+                fetched.match.release()
+
+    def _copied(self, job: LoadJob, fetched: Fetched) -> int:
+        rank, began = self._rank, perf_seconds()
+        assert rank is not None
+        views = fetched.views
+        for ids, view in zip(_by_block(job, rank.blocks_each), views, strict=False):
+            rank.groups.write(ids, np.frombuffer(view, np.uint8))
+        fetched.match.check()
+        seconds = perf_seconds() - began
+        self._teller.submit(partial(_report_load, fetched, seconds))
         return len(views)
 
     # ---- Saves ----
@@ -193,98 +228,10 @@ def _by_block(job: LoadJob | SaveJob, blocks_each: int) -> Iterator[list[tuple[i
         yield [ids[start : start + blocks_each] for ids in job.block_ids]
 
 
-class Load:
-    """A load under way."""
-
-    def __init__(self, job: LoadJob) -> None:
-        self.job = job
-        self.is_cancelled = False
-
-
-class Results:
-    """Loads that ended: which requests, which of them in part, and blocks to compute after all."""
-
-    def __init__(self) -> None:
-        self.ended: set[str] = set()
-        self.failed: set[str] = set()
-        self.failed_blocks: set[int] = set()
-
-    def add(self, job: LoadJob, count: int) -> None:
-        """A load ended with so many leading blocks as they should be."""
-        self.ended.add(job.request_id)
-        if count < job.count:
-            self.failed.add(job.request_id)
-            for ids in job.block_ids:
-                each = len(ids) // job.count
-                self.failed_blocks.update(i for i in ids[count * each :] if i)
-
-
-class Loads:
-    """Loads under way; each ends, whatever happens, in the results of some step."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load")
-        self._changed = threading.Condition()
-        self._under_way: dict[str, Load] = {}
-        self._ended: list[tuple[LoadJob, int]] = []  # and how many of the blocks are right
-
-    def start(self, job: LoadJob, fetch: Any) -> None:
-        load = Load(job)
-        with self._changed:
-            self._under_way[job.request_id] = load
-        try:
-            self._threads.submit(self._run, load, fetch)
-        except RuntimeError:  # closed
-            self._end(load, 0)
-
-    def _run(self, load: Load, fetch: Any) -> None:
-        count = 0
-        try:
-            if not load.is_cancelled:
-                count = fetch(load.job, load)
-        except KVStoreError as error:
-            logger.info("%s computes what it was to load: %s", load.job.request_id, error)
-        except Exception:
-            logger.exception("%s computes what it was to load", load.job.request_id)
-        finally:
-            self._end(load, count)
-
-    def _end(self, load: Load, count: int) -> None:
-        job = load.job
-        with self._changed:
-            self._ended.append((job, 0 if load.is_cancelled else count))
-            if self._under_way.get(job.request_id) is load:
-                del self._under_way[job.request_id]
-            self._changed.notify_all()
-
-    def cancel(self, requests: set[str]) -> None:
-        """These are over: what is not copied yet need not be."""
-        if requests and self._under_way:
-            with self._changed:
-                for request in requests & self._under_way.keys():
-                    self._under_way[request].is_cancelled = True
-
-    def forbid(self) -> None:
-        """What is under way, or was not heard of yet, has failed, however it ended."""
-        with self._changed:
-            self._ended = [(job, 0) for job, _ in self._ended]
-            for load in self._under_way.values():
-                load.is_cancelled = True
-
-    def take(self, wait_seconds: float) -> Results:
-        """What ended since the last call."""
-        with self._changed:
-            if wait_seconds and self._under_way and not self._ended:
-                self._changed.wait(wait_seconds)
-            ended, self._ended = self._ended, []
-        results = Results()
-        for job, count in ended:
-            results.add(job, count)
-        return results
-
-    def close(self) -> None:
-        self.forbid()
-        self._threads.shutdown(wait=True, cancel_futures=False)
+def _report_load(fetched: Fetched, seconds: float) -> None:
+    size = sum(map(len, fetched.views))
+    with suppress(KVStoreError):
+        fetched.space.report_transfer(LINK, size, seconds, match=fetched.match)
 
 
 class Buffers:
