@@ -20,6 +20,7 @@ BLOCK = 128
 WIDE = msgspec.structs.replace(SPEC, block_bytes=0, block_size=BLOCK, num_layers=1, num_kv_heads=1,
                                head_dim=16)  # fmt: skip
 CHATS, BLOCKS_MAX = 60, 40
+OPERATOR_TURNS_MIN = 16  # two whole rounds of `meddle`, however soon the engines end
 
 
 class Crowd:
@@ -31,7 +32,7 @@ class Crowd:
         self._lock = threading.Lock()
 
     def run(self, operator: Any = None) -> None:
-        """Runs all clients to their end, and `operator(client, random)` again and again."""
+        """Runs all clients to their end, and `operator(client, random)` again and again beside."""
         over = threading.Event()
         with ThreadPoolExecutor(self.clients + 1) as pool:
             engines = [pool.submit(self._engine, n) for n in range(self.clients)]
@@ -47,7 +48,9 @@ class Crowd:
     def _operate(self, operator: Any, over: threading.Event) -> None:
         random = Random(self.seed)
         with self.daemon.client(call_timeout_seconds=10.0) as client:
-            while not over.wait(0.03):
+            turns = 0
+            while not over.wait(0.03) or turns < OPERATOR_TURNS_MIN:
+                turns += 1
                 with suppress(NotFound, LimitReached):  # what it meant is gone already
                     operator(client, random)
 
@@ -127,8 +130,9 @@ def meddle(policies: tuple[str, ...]) -> Any:
         elif what == 4:
             admin.flush()
         elif what == 5:
-            status = client.admin.status(with_spaces=True)
-            admin.clear(space_id=random.choice(status.spaces).space_id)
+            spaces = admin.status(with_spaces=True).spaces
+            filled = [space for space in spaces if space.block_count] or spaces
+            admin.clear(space_id=random.choice(filled).space_id)
         elif what == 6:
             with suppress(KVStoreError):
                 admin.set_policy("no such policy")

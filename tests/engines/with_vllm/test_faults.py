@@ -48,7 +48,7 @@ class Trouble(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self.over.wait(self._rng.uniform(0.1, 2.5)):
+            while not self.over.wait(self._rng.uniform(0.1, 1.2)):
                 if self._rng.random() < 0.5:
                     self._daemon.kill()
                     self.kills += 1
