@@ -4,16 +4,20 @@ Two engines of one model, each in a process of its own, are given the same promp
 
 cold    prompts that nobody asked before, several at once: what storing costs where nothing hits
 decode  one long answer while prompts arrive whose prefix one engine restores from the daemon and
-        the other has in its own cache: what restoring costs the others
+        the other has in its own cache: what restoring costs the others; and the same in one engine,
+        once from the daemon and once from its own cache
 warm    a prompt whose prefix the daemon has against the same prompt computed
+
+Two processes of one plain engine differ by up to a tenth for as long as they live (where their
+memory came to lie), so this is done with several pairs, and samples of all pairs count as one set.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore.bench.measure import alternate, document, medians
@@ -28,7 +32,7 @@ COLD_PROMPTS, COLD_TOKENS, COLD_OUTPUTS = 4, 384, 16
 PREFIX_TOKENS, NEW_TOKENS = 1024, 16
 ARRIVALS, ARRIVAL_STEPS = 4, 12
 DECODE_TOKENS = ARRIVALS * ARRIVAL_STEPS + 8
-ROUNDS, QUICK_ROUNDS, WARMUP = 6, 1, 1
+PAIRS, ROUNDS, WARMUP = 3, 6, 1
 POOL_BYTES, POOL_BYTES_MIN = 3 << 30, 1 << 30
 SETTLE_SECONDS, QUIET_SECONDS = 20.0, 0.5
 OPTIONS: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 8}
@@ -38,68 +42,91 @@ def run(quick: bool = False, model: str = "") -> dict[str, Any]:
     """Ratios of throughput, of time per output token and of time to the first token."""
     place = model or str(smollm2.folder())
     pool = fitting_pool_bytes(POOL_BYTES, POOL_BYTES_MIN)
-    with OwnDaemon(pool) as daemon:
-        daemon.wait_prefaulted()
-        settings = {"address": daemon.target}
-        with (
-            EngineProcess(place, None, **OPTIONS) as plain,
-            EngineProcess(place, settings, **OPTIONS) as stored,
-        ):
-            bench = _Bench(plain.wait(), stored.wait(), daemon)
-            result = bench.measure(QUICK_ROUNDS if quick else ROUNDS)
-    return {**result, "model": place.rstrip("/").rsplit("/", 1)[-1]}
+    samples: dict[str, list[float]] = {}
+    different_answers = 0
+    for number in range(1 if quick else PAIRS):
+        with OwnDaemon(pool) as daemon:
+            daemon.wait_prefaulted()
+            with contextlib.ExitStack() as stack:
+                given = [None, {"address": daemon.target}]
+                started = [
+                    stack.enter_context(EngineProcess(place, settings, **OPTIONS))
+                    for settings in (given if number % 2 else given[::-1])
+                ]
+                plain, stored = started if number % 2 else started[::-1]
+                pair = _Pair(plain.wait(), stored.wait(), daemon, random.Random(number))
+                for name, values in pair.measure(1 if quick else ROUNDS).items():
+                    samples.setdefault(name, []).extend(values)
+                different_answers += pair.different_answers
+    return _result(samples, different_answers, place.rstrip("/").rsplit("/", 1)[-1])
 
 
-class _Bench:
+def _result(samples: dict[str, list[float]], different_answers: int, model: str) -> dict[str, Any]:
+    middle = medians(samples)
+    figures = {
+        "throughput_ratio": middle["cold_plain"] / middle["cold_stored"],
+        "tpot_ratio": middle["tpot_stored"] / middle["tpot_plain"],
+        "tpot_ratio_same_engine": middle["tpot_stored"] / middle["tpot_stored_local"],
+        "ttft_ratio_warm": middle["warm_stored"] / middle["warm_plain"],
+    }
+    return document(figures, samples, different_answers=different_answers, model=model)
+
+
+class _Pair:
     """The two engines, and prompts for them."""
 
-    def __init__(self, plain: EngineProcess, stored: EngineProcess, daemon: OwnDaemon) -> None:
+    def __init__(
+        self, plain: EngineProcess, stored: EngineProcess, daemon: OwnDaemon, rng: random.Random
+    ) -> None:
         self._plain, self._stored, self._daemon = plain, stored, daemon
-        self._rng = random.Random(0)
-        self._numbers = itertools.count()
+        self._rng = rng
         self.different_answers = 0
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(1000, 40000) for _ in range(count)]
 
-    def measure(self, rounds: int) -> dict[str, Any]:
+    def measure(self, rounds: int) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {}
         for part in (self._cold, self._decode, self._warm):
             samples |= alternate(part(), rounds, WARMUP)
-        middle = medians(samples)
-        return document(
-            {
-                "throughput_ratio": middle["cold_plain"] / middle["cold_stored"],
-                "tpot_ratio": middle["tpot_stored"] / middle["tpot_plain"],
-                "ttft_ratio_warm": middle["warm_stored"] / middle["warm_plain"],
-            },
-            samples,
-            different_answers=self.different_answers,
-        )
+        return samples
 
-    def _pair(
-        self, name: str, asks: Callable[[], list[dict[str, Any]]],
+    def _same(
+        self, asks: Callable[[], list[dict[str, Any]]],
         measure: Callable[[list[dict[str, Any]]], float],
+        engines: Mapping[str, Callable[[], EngineProcess]],
     ) -> dict[str, Callable[[], float]]:  # fmt: skip
-        """The same prompts to the one engine and then to the other, whichever is first."""
-        answers: list[tuple[list[dict[str, Any]], list[list[int]]]] = []
+        """The same prompts to all `engines` in turns, whichever is first; each makes its ready."""
+        given: list[dict[str, Any]] = []
+        answers: list[list[list[int]]] = []
 
-        def one(engine: EngineProcess) -> float:
-            if answers:
-                given, before = answers.pop()
-            else:
-                given, before = asks(), []
+        def ask(engine: EngineProcess) -> float:
+            if not answers:
+                given[:] = asks()
             outcomes = engine.run(*given)
-            tokens = [outcome["tokens"] for outcome in outcomes]
-            if before:
-                self.different_answers += sum(a != b for a, b in zip(before, tokens, strict=True))
-            else:
-                answers.append((given, tokens))
+            answers.append([outcome["tokens"] for outcome in outcomes])
+            pairs = zip(answers[0], answers[-1], strict=True)
+            self.different_answers += sum(a != b for a, b in pairs)
+            if len(answers) == len(engines):
+                answers.clear()
             return measure(outcomes)
 
-        return {
-            f"{name}_plain": lambda: one(self._plain), f"{name}_stored": lambda: one(self._stored)
-        }  # fmt: skip
+        def asking(ready: Callable[[], EngineProcess]) -> Callable[[], float]:
+            return lambda: ask(ready())
+
+        return {name: asking(ready) for name, ready in engines.items()}
+
+    def _as_it_is(self, engine: EngineProcess) -> Callable[[], EngineProcess]:
+        return lambda: engine
+
+    def _forgetting(self, engine: EngineProcess) -> Callable[[], EngineProcess]:
+        """The engine without what it has in its own cache."""
+
+        def ready() -> EngineProcess:
+            engine.call("forget_local")
+            return engine
+
+        return ready
 
     def _cold(self) -> dict[str, Callable[[], float]]:
         def asks() -> list[dict[str, Any]]:
@@ -108,7 +135,8 @@ class _Bench:
                 for _ in range(COLD_PROMPTS)
             ]
 
-        return self._pair("cold", asks, _makespan)
+        plain, stored = self._as_it_is(self._plain), self._as_it_is(self._stored)
+        return self._same(asks, _makespan, {"cold_plain": plain, "cold_stored": stored})
 
     def _decode(self) -> dict[str, Callable[[], float]]:
         prefixes = [self._tokens(PREFIX_TOKENS) for _ in range(ARRIVALS)]
@@ -127,14 +155,12 @@ class _Bench:
             ]  # fmt: skip
             return [{"tokens": self._tokens(64), "max_tokens": DECODE_TOKENS}, *arrivals]
 
-        pair = self._pair("tpot", asks, self._tpot)
-        stored = pair["tpot_stored"]
-
-        def from_store() -> float:
-            self._stored.call("forget_local")
-            return stored()
-
-        return {**pair, "tpot_stored": from_store}
+        engines = {
+            "tpot_plain": self._as_it_is(self._plain),
+            "tpot_stored": self._forgetting(self._stored),
+            "tpot_stored_local": self._as_it_is(self._stored),
+        }
+        return self._same(asks, self._tpot, engines)
 
     def _tpot(self, outcomes: list[dict[str, Any]]) -> float:
         for outcome in outcomes[1:]:
@@ -153,19 +179,11 @@ class _Bench:
         def asks() -> list[dict[str, Any]]:
             return [{"tokens": [*prefix, *self._tokens(NEW_TOKENS)], "max_tokens": 1}]
 
-        pair = self._pair("warm", asks, lambda outcomes: float(outcomes[0]["ttft_seconds"]))
-
-        def forgetting(engine: EngineProcess, name: str) -> Callable[[], float]:
-            def call() -> float:
-                engine.call("forget_local")
-                return pair[name]()
-
-            return call
-
-        return {
-            "warm_plain": forgetting(self._plain, "warm_plain"),
-            "warm_stored": forgetting(self._stored, "warm_stored"),
+        engines = {
+            "warm_plain": self._forgetting(self._plain),
+            "warm_stored": self._forgetting(self._stored),
         }
+        return self._same(asks, lambda outcomes: float(outcomes[0]["ttft_seconds"]), engines)
 
     def _settle(self) -> None:
         """Waits until the daemon has what the engine stores after its steps."""

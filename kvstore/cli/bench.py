@@ -46,6 +46,7 @@ TARGETS = {
         "p99_coverage": (">=", 0.97),
         "p99_over_p50": ("<=", 3.0),
     },
+    "watch": {"scrape_seconds": ("<=", 0.05)},
     "policies": {"worst_cell_points": ("<=", 0.5)},
     "engine": {
         "ttft_ratio_host": ("<=", 0.15),
@@ -76,6 +77,7 @@ HELP = {
     "start": "Seconds until a daemon with a million blocks on disk serves, also after kill -9.",
     "decide": "Restore plans from learned costs against the best there are, and against no store.",
     "predict": "What restores from disk were predicted to take against what they took.",
+    "watch": "A scrape of the metrics of a daemon with a hundred spaces.",
     "policies": "Policy saved_time against the better of lru and gdsf, cell by cell, simulated.",
     "engine": "First tokens of a small real model, from host and from disk, against all computed.",
     "overhead": "vLLM with the store against vLLM without: prompts anew, restored, and the others.",
@@ -161,12 +163,13 @@ def _measure(name: str, quick: bool, **options: Any) -> dict[str, Any]:
         quality,
         restore,
         start,
+        watch,
     )  # fmt: skip
 
     modules: dict[str, Any] = {
         "restore": restore, "put": put, "lookup": lookup, "memory": memory, "disk": disk,
         "start": start, "decide": decide, "predict": predict, "policies": policies,
-        "engine": engine, "overhead": overhead, "quality": quality,
+        "engine": engine, "overhead": overhead, "quality": quality, "watch": watch,
     }  # fmt: skip
     return {"benchmark": name, **modules[name].run(quick=quick, **options)}
 
