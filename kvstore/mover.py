@@ -22,9 +22,10 @@ DISK_CHECK_LINK = "disk>check"
 RECORD_LINK = "record"  # small files that say which blocks are void; one thread keeps their order
 ARENA_IN_LINK = "host>arena"  # into the daemon's memory on a GPU
 ARENA_OUT_LINK = "arena>staging"  # to what an engine sees of it
+PEER_LINK = "peer>staging"  # to what an engine on another GPU sees of it
 LINKS = (COPY_LINK, CHECK_LINK)
 DISK_LINKS = (WRITE_LINK, READ_LINK, DISK_CHECK_LINK)
-ARENA_LINKS = (ARENA_IN_LINK, ARENA_OUT_LINK)
+ARENA_LINKS = (ARENA_IN_LINK, ARENA_OUT_LINK, PEER_LINK)
 CLOSE_SECONDS = 10.0
 
 Post = Callable[[Callable[[], None]], None]
@@ -41,7 +42,10 @@ class Moved:
 
 @dataclass(slots=True)
 class Job:
-    """Bytes to move for a session: `work` runs on a worker, `done` on the owner."""
+    """Bytes to move for a session: `work` runs on a worker, `done` on the owner.
+
+    `device` is the GPU that the bytes go to or come from, where there may be several.
+    """
 
     link: str
     tenant: Hashable
@@ -50,6 +54,7 @@ class Job:
     work: Callable[[], Any]
     done: Callable[[Moved], None]
     is_measured: bool = True  # False: a part of what its owner measures as a whole
+    device: str = ""
 
 
 class Mover(Protocol):

@@ -13,7 +13,7 @@ PUBLISHED of STAGING, `discard` RESTING of either, `free` FREE of RESTING. Nothi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -311,8 +311,11 @@ class DeviceStaging(Protocol):
         """What the engine opens. Raises TierError where the memory cannot be shared."""
         ...
 
-    def fill(self, blocks: Sequence[tuple[int, int]], length: int) -> None:
-        """Copies `length` bytes of each (place, offset in the staging), and waits."""
+    def fill(self, blocks: Sequence[tuple[int, int]], length: int, source: Any = None) -> None:
+        """Copies `length` bytes of each (place, offset in the staging), and waits.
+
+        Of the tier that made the staging, or of `source`, one of its kind on another GPU.
+        """
         ...
 
     def close(self) -> None: ...

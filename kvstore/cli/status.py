@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -57,8 +58,7 @@ def _show(status: dict[str, Any], path: str) -> None:
     if status["reason"]:
         click.echo(status["reason"])
     click.echo()
-    tiers = [_tier_row(name, status["tiers"][name]) for name in by_speed(status["tiers"])]
-    print_table(TIER_COLUMNS, tiers, right=TIER_COLUMNS[1:-1])
+    print_table(TIER_COLUMNS, list(_tier_rows(status["tiers"])), right=TIER_COLUMNS[1:-1])
     click.echo()
     print_table(("", ""), _rows(status), header=False)
     if status["costs"]:
@@ -79,6 +79,15 @@ def cost_row(cost: dict[str, Any]) -> list[str]:
     name = f"{cost['subject']} {cost['device']}".strip()
     state = cost["state"] if cost["state"] == "fitted" else f"{cost['state']}, {cost['reason']}"
     return [name, f"{shown} for {what}", f"{cost['ratio_p99']:.2f} x", state]
+
+
+def _tier_rows(tiers: dict[str, Any]) -> Iterator[list[Any]]:
+    """A row a tier, and one for each of several GPUs that it is in."""
+    for name in by_speed(tiers):
+        yield _tier_row(name, tiers[name])
+        devices = tiers[name].get("devices", {})
+        if len(devices) > 1:
+            yield from (_tier_row(f"  {uuid}", devices[uuid]) for uuid in sorted(devices))
 
 
 def _tier_row(name: str, tier: dict[str, Any]) -> list[Any]:

@@ -107,6 +107,7 @@ class HbmSection(Section, frozen=True):
 
     size: Size | None = None
     device: str = ""
+    devices: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
     share: Literal["copy", "in_place"] = "copy"
     staging_bytes_per_session: Size = Size(256 * MIB)
     staging_bytes: Size = Size(2 * GIB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstore.core.spec import KVSpec
@@ -11,7 +12,8 @@ from kvstore.core.spec import KVSpec
 class TierView:
     """A tier now; used + free + resting = capacity.
 
-    `state` is serving, or degraded for the reason that `problem` tells in a sentence.
+    `state` is serving, or degraded for the reason that `problem` tells in a sentence. `devices` are
+    the parts of it on each GPU, by UUID.
     """
 
     capacity_bytes: int
@@ -23,6 +25,7 @@ class TierView:
     problem: str = ""
     prefaulted_bytes: int = 0
     locked_bytes: int = 0
+    devices: Mapping[str, TierView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

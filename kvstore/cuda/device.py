@@ -25,6 +25,7 @@ REGISTER_PORTABLE, REGISTER_MAPPED, REGISTER_READ_ONLY = 1, 2, 8
 LAZY_PEER_ACCESS = 1
 IS_LEGACY_IPC_CAPABLE = 10
 READ_ONLY_REGISTER_SUPPORTED = 113
+PEER_ACCESS_ENABLED = 704
 IN_STREAM_ORDER, IN_ANY_ORDER = 1, 3
 
 
@@ -63,7 +64,7 @@ class Event:
 
     def __del__(self) -> None:
         if self._handle.value:
-            self.device.ask("cuEventDestroy_v2", self._handle)
+            self.device.destroy("cuEventDestroy_v2", self._handle)
 
     @property
     def handle(self) -> c_void_p:
@@ -88,6 +89,11 @@ class Stream:
     def copy(self, target: int, source: int, length: int) -> None:
         """Copies between any two addresses; host memory that is not registered makes it wait."""
         self._device.call("cuMemcpyAsync", target, source, length, self.handle)
+
+    def copy_from(self, owner: Device, target: int, source: int, length: int) -> None:
+        """Copies from another GPU's memory to this one's: over their own link if there is one."""
+        own, other = self._device.context, owner.context
+        self._device.call("cuMemcpyPeerAsync", target, own, source, other, length, self.handle)
 
     def copy_many(
         self, targets: np.ndarray, sources: np.ndarray, lengths: np.ndarray, stable: bool = False
@@ -138,7 +144,7 @@ class Stream:
 
     def __del__(self) -> None:
         if self._owned and self.handle.value:
-            self._device.ask("cuStreamDestroy_v2", self.handle)
+            self._device.destroy("cuStreamDestroy_v2", self.handle)
 
 
 class Device:
@@ -173,6 +179,26 @@ class Device:
     def ask(self, name: str, *arguments: Any) -> int:
         self.driver.ask("cuCtxSetCurrent", self._context)
         return self.driver.ask(name, *arguments)
+
+    def destroy(self, name: str, handle: c_void_p) -> None:
+        """Ends an object at any moment: a collector may run between `enter` and another call."""
+        if not self.driver.ask("cuCtxPushCurrent_v2", self._context):
+            self.driver.ask(name, handle)
+            self.driver.ask("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    @property
+    def context(self) -> c_void_p:
+        """The primary context, which copies between GPUs name."""
+        return self._context
+
+    def reach(self, other: Device) -> bool:
+        """Lets copies from another GPU go straight here; False where they go through host."""
+        may = c_int()
+        self.call("cuDeviceCanAccessPeer", byref(may), self._number, other._number)
+        if not may.value:
+            return False
+        code = self.ask("cuCtxEnablePeerAccess", other.context, 0)
+        return code in (0, PEER_ACCESS_ENABLED)
 
     def allocate(self, length: int) -> int:
         """Address of new device memory, aligned to 256 bytes or more, of any content."""

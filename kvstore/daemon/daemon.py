@@ -358,15 +358,15 @@ class Daemon:
         """
         if not hasattr(self, "_tiers"):
             return True
-        host, disk, gpu = self._tiers.host, self._tiers.disk, self._tiers.gpu
+        host, disk, gpus = self._tiers.host, self._tiers.disk, self._tiers.gpus
         if hasattr(self, "_mover") and any(map(self._mover.queued_bytes, self._links)):
             _log.error("a disk does not answer; leaving without it, the next start looks through")
             return False
         if disk is not None and not call_within(CLOSE_SECONDS, disk.close):
             _log.error("the disk tier does not close in time; the next start looks through it")
             return False
-        if gpu is not None and not call_within(CLOSE_SECONDS, gpu.close):
-            _log.error("the GPU does not answer; leaving without it")
+        if gpus is not None and not call_within(CLOSE_SECONDS, gpus.close):
+            _log.error("a GPU does not answer; leaving without it")
             return False
         host.close(keep=not self._free_pool)
         return True

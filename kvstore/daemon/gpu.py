@@ -1,15 +1,17 @@
-"""The tier in a GPU's memory: opened where it is configured, and nothing of CUDA anywhere else."""
+"""The tier in GPUs' memory: opened where it is configured, and nothing of CUDA anywhere else."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Sequence
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.core.config import Config
+from kvstore.core.config_hbm import device_bytes, device_uuids
 from kvstore.core.errors import ConfigError, TierError
 from kvstore.core.generations import Generations
 
@@ -21,14 +23,14 @@ REGISTER_BYTES = 1 << 30
 _log = logging.getLogger("kvstore.daemon")
 
 
-class Gpu:
-    """The hbm tier, and the thread that registers host pools with its GPU.
+class Gpus:
+    """The hbm tier on each of its GPUs, and the thread that registers host pools with them.
 
     Until a pool is registered, and where it cannot be, its blocks go up through buffers.
     """
 
-    def __init__(self, tier: HbmTier, memories: Sequence[np.ndarray]) -> None:
-        self.tier = tier
+    def __init__(self, tiers: Sequence[HbmTier], memories: Sequence[np.ndarray]) -> None:
+        self.tiers = tuple(tiers)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._register, args=(memories,), name="kvstore gpu", daemon=True
@@ -36,25 +38,30 @@ class Gpu:
         self._thread.start()
 
     def _register(self, memories: Sequence[np.ndarray]) -> None:
+        first, *others = self.tiers
         try:
             for memory in memories:
                 for start in range(0, len(memory), REGISTER_BYTES):
                     if self._stop.is_set():
                         return
-                    self.tier.use_stable_memory(memory[start : start + REGISTER_BYTES])
+                    part = memory[start : start + REGISTER_BYTES]
+                    first.use_stable_memory(part)  # portable: every GPU knows it from now on
+                    for tier in others:
+                        tier.use_stable_memory(part, register=False)
         except TierError as error:
             _log.warning("blocks go to tier hbm through buffers: %s", error)
 
     def close(self) -> None:
-        """No worker may be inside the tier."""
+        """No worker may be inside the tiers."""
         self._stop.set()
         self._thread.join()
-        self.tier.close()
+        for tier in reversed(self.tiers):  # the first one holds what is registered
+            tier.close()
 
 
-def open_gpu(
+def open_gpus(
     config: Config, memories: Sequence[np.ndarray], generations: Generations
-) -> Gpu | None:
+) -> Gpus | None:
     """Opens the configured tier; None without one. Raises ConfigError naming the key."""
     hbm = config.tiers.hbm
     if hbm.size is None:
@@ -63,14 +70,25 @@ def open_gpu(
     from kvstore.cuda.driver import CudaError, CudaUnavailable
     from kvstore.tiers.hbm import HbmTier
 
+    tiers: list[HbmTier] = []
+    size, key = device_bytes(hbm), "devices" if hbm.devices else "device"
     try:
-        device = Device(hbm.device)
-        tier = HbmTier(device, {"": int(hbm.size)}, generations=generations)
-    except CudaUnavailable as error:
-        raise ConfigError(
-            f"tiers.hbm.size is set, but {error}; remove the table, or correct tiers.hbm.device"
-        ) from error
-    except (CudaError, TierError) as error:
+        for uuid in device_uuids(hbm):
+            device = Device(uuid)
+            tiers.append(HbmTier(device, {"": size}, generations=generations))
+            _log.info("tier hbm has %s of %s", size, device.uuid)
+        for tier, other in permutations(tiers, 2):
+            if not tier.device.reach(other.device):
+                _log.info(
+                    "copies from %s to %s go through host memory",
+                    other.device_uuid, tier.device_uuid,
+                )  # fmt: skip
+    except (CudaUnavailable, CudaError, TierError) as error:
+        for opened in tiers:
+            opened.close()
+        if isinstance(error, CudaUnavailable):
+            raise ConfigError(
+                f"tiers.hbm.size is set, but {error}; remove the table, or correct tiers.hbm.{key}"
+            ) from error
         raise ConfigError(f"tiers.hbm.size is {hbm.size}: {error}") from error
-    _log.info("tier hbm has %s of %s", hbm.size, device.uuid)
-    return Gpu(tier, memories)
+    return Gpus(tiers, memories)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvstore.core.config import Config, HostSection
+from kvstore.core.config_hbm import device_uuids
 from kvstore.core.generations import Generations
-from kvstore.daemon.gpu import Gpu, open_gpu
+from kvstore.daemon.gpu import Gpus, open_gpus
 from kvstore.locks import FileLock, private_directory
 from kvstore.mover import (
     ARENA_LINKS,
@@ -42,11 +43,11 @@ class OpenTiers(NamedTuple):
     disk: DiskTier | None
     record: MemoryRecord | FileRecord
     epochs: EpochsFile | None
-    gpu: Gpu | None = None
+    gpus: Gpus | None = None
 
     @property
-    def hbm(self) -> DeviceTier | None:
-        return None if self.gpu is None else self.gpu.tier
+    def hbm(self) -> tuple[DeviceTier, ...]:
+        return () if self.gpus is None else self.gpus.tiers
 
     @property
     def notes(self) -> list[str]:
@@ -95,8 +96,8 @@ def open_tiers(config: Config) -> OpenTiers:
     directory = path or shm
     if epochs is not None and directory is not None:
         record = FileRecord(directory, epochs, lambda: generations.next, path is not None)
-    gpu = open_gpu(config, host.memories, generations)
-    return OpenTiers(host, disk, record, epochs, gpu)
+    gpus = open_gpus(config, host.memories, generations)
+    return OpenTiers(host, disk, record, epochs, gpus)
 
 
 def paced(disk: DiskTier | None, config: Config) -> Tier | None:
@@ -134,7 +135,7 @@ def link_threads(config: Config) -> dict[str, int]:
             RECORD_LINK: 1,
         }
     if config.tiers.hbm.size is not None:
-        threads |= dict.fromkeys(ARENA_LINKS, 1)
+        threads |= dict.fromkeys(ARENA_LINKS, len(device_uuids(config.tiers.hbm)))
     return threads
 
 

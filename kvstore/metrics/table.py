@@ -26,7 +26,7 @@ COPY_BUCKETS = (50e-6, 200e-6, 1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0)
 TIERS = ("host", "disk", "hbm")
 LINKS = (
     "staging>host", "host>check", "host>disk", "disk>host", "disk>check", "record", "host>arena",
-    "arena>staging",
+    "arena>staging", "peer>staging",
 )  # fmt: skip
 RESULTS = ("hit", "partial", "miss")
 OUTCOMES = ("stored", "present", "pending", "rejected")

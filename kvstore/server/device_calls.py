@@ -1,4 +1,4 @@
-"""Calls of engines on the GPU that tier hbm is in."""
+"""Calls of engines on GPUs that tier hbm is in."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class DeviceCalls:
         found = self._hbm().load(
             session, request.lease_id, request.first_block, request.block_count,
             request.staging_offset, request.staging_bytes,
+            translate.text("device_uuid", request.device_uuid),
         )  # fmt: skip
         return mapped(found, _offsets_message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstore.core.views import SpaceView, StatusView, TenantView
+from kvstore.core.views import SpaceView, StatusView, TenantView, TierView
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.translate import spec_message
 
@@ -31,10 +31,7 @@ _TIER_FIELDS = (
 def status_response(view: StatusView, counters: Mapping[str, float]) -> pb.StatusResponse:
     return pb.StatusResponse(
         **{name: getattr(view, name) for name in _PLAIN_FIELDS},
-        tiers={
-            name: pb.TierStatus(**{field: getattr(tier, field) for field in _TIER_FIELDS})
-            for name, tier in view.tiers.items()
-        },
+        tiers={name: _tier_message(tier) for name, tier in view.tiers.items()},
         counters=counters,
         costs=[
             pb.CostStatus(**{field: getattr(cost, field) for field in _COST_FIELDS})
@@ -44,6 +41,13 @@ def status_response(view: StatusView, counters: Mapping[str, float]) -> pb.Statu
             pb.ShadowStatus(**{field: getattr(shadow, field) for field in _SHADOW_FIELDS})
             for shadow in view.shadows
         ],
+    )
+
+
+def _tier_message(view: TierView) -> pb.TierStatus:
+    return pb.TierStatus(
+        **{field: getattr(view, field) for field in _TIER_FIELDS},
+        devices={name: _tier_message(device) for name, device in view.devices.items()},
     )
 
 

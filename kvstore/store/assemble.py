@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -38,11 +38,12 @@ def assemble(
     recorder: Recorder = NO_RECORDER,
     disk: Tier | None = None,
     journal: Journal | None = None,
-    hbm: DeviceTier | None = None,
+    hbm: Sequence[DeviceTier] = (),
 ) -> KVStore:
     """A store over `host`, `disk` and `hbm`; `defer` runs a callable on the owner thread soon.
 
-    A `journal` gets everything that index and residency are told.
+    Of `hbm` there is a tier for each GPU. A `journal` gets everything that index and residency are
+    told.
     """
     # Ids of an earlier life must answer NOT_FOUND, so each life begins at its own wall clock.
     ids = count(max(1, int(clock.wall() * 1e6)) << 8)
@@ -67,7 +68,7 @@ def assemble(
         recorder.lease_ended(reason)
         decisions.lease_ended(lease.decision)
 
-    costs = CostBook(config.tiers.disk.path, "" if hbm is None else hbm.device_uuid)
+    costs = CostBook(config.tiers.disk.path)
     parts = Parts(
         config=config,
         clock=clock,

@@ -21,6 +21,7 @@ from kvstore.mover import (
     ARENA_OUT_LINK,
     DISK_LINKS,
     LINKS,
+    PEER_LINK,
     READ_LINK,
     RECORD_LINK,
     WRITE_LINK,
@@ -50,13 +51,14 @@ UPWARD = "host>"  # names of links over which an engine takes restored blocks in
 # What `kvstore status` predicts for each model.
 SHOWN_TOKENS, SHOWN_BYTES = 8192, 1 << 30
 
-# Believed until measured: an NVMe disk read, one written, and copies over 16 lanes of PCIe 4 and
-# within a GPU's memory.
+# Believed until measured: an NVMe disk read, one written, and copies over 16 lanes of PCIe 4,
+# within a GPU's memory and from one to another, over 16 lanes of PCIe 5 or a link of their own.
 PRIORS = {
     READ_LINK: LinkCost.of(100e-6, 2e9),
     WRITE_LINK: LinkCost.of(1e-3, 1e9),
     ARENA_IN_LINK: LinkCost.of(100e-6, 20e9),
     ARENA_OUT_LINK: LinkCost.of(100e-6, 500e9),
+    PEER_LINK: LinkCost.of(100e-6, 50e9),
 }
 ENGINE_PRIOR = LinkCost.of(20e-6, 20e9)
 
@@ -78,9 +80,9 @@ class UnderWay(NamedTuple):
 
 
 class CostBook:
-    """The models, by identity. `disk` and `gpu` are what the daemon's own links lead to."""
+    """The models, by identity. `disk` is what the daemon's own links to a disk lead to."""
 
-    def __init__(self, disk: str = "", gpu: str = "") -> None:
+    def __init__(self, disk: str = "") -> None:
         self.notes: list[str] = []
         self.changed = False
         self._engines: dict[RecomputeIdentity, RecomputeModel] = {}
@@ -94,7 +96,6 @@ class CostBook:
         self._written: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self.read_link = LinkIdentity(READ_LINK, disk)
         self.write_link = LinkIdentity(WRITE_LINK, disk)
-        self.arena_links = {link: LinkIdentity(link, gpu) for link in ARENA_LINKS if gpu}
 
     # ---- Measurements ----
 

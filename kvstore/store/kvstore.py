@@ -5,7 +5,7 @@ One thread calls it, and no call waits: what takes longer answers through a Comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstore.core.completion import Completion
@@ -68,7 +68,7 @@ ADMIN_PLACES = 16
 class KVStore(OperatorCalls):
     """Index, leases, reservations and sessions of one daemon, over its tiers."""
 
-    def __init__(self, parts: Parts, boot_id: str, hbm: DeviceTier | None = None) -> None:
+    def __init__(self, parts: Parts, boot_id: str, hbm: Sequence[DeviceTier] = ()) -> None:
         remover = Remover(parts, self._lost)
         super().__init__(parts, remover, Verifier(parts, remover))
         self.boot_id = boot_id
@@ -82,7 +82,7 @@ class KVStore(OperatorCalls):
         self.promoter = Promoter(parts, self.remover, room, self.behind.poke)
         self._lookups = LookupFlow(parts, self.verifier, self.promoter)
         self._restores = RestoreFlow(parts, self._lookups, self.remover, self.promoter)
-        if hbm is not None:
+        if hbm:
             parts.hbm = HbmCopies(parts, self.remover, self._restores, hbm)
         self._probe = DiskProbe(parts, self.remover, self.promoter)
         self._reserves = ReserveFlow(parts, self.reservations, self.remover, room)

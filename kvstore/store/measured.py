@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from kvstore.core.clock import Clock
 from kvstore.mover import READ_LINK, WRITE_LINK, Job, Moved, Mover
+from kvstore.policies.cost import LinkIdentity
 from kvstore.store.costs import CostBook, UnderWay
 
 
@@ -21,10 +22,11 @@ class MeasuredMover:
         self._clock = clock
         self._book = book
         self._identities = {READ_LINK: book.read_link, WRITE_LINK: book.write_link}
-        self._identities |= book.arena_links
 
     def submit(self, job: Job) -> bool:
         identity = self._identities.get(job.link)
+        if job.device:
+            identity = LinkIdentity(job.link, job.device)
         if identity is None or not job.byte_count or not job.is_measured:
             return self._mover.submit(job)
         done = job.done

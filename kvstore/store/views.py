@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import kvstore
 from kvstore.core.views import SpaceView, StatusView, TenantView, TierView
 from kvstore.store.parts import DISK, Parts
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import NO_USAGE, DeviceTier, Tier
 
 if TYPE_CHECKING:
     from kvstore.store.kvstore import KVStore
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def status_view(store: KVStore) -> StatusView:
     """What `kvstore status` tells."""
     parts = store.parts
-    tiers = {name: tier_view(tier) for name, tier in named_tiers(parts)}
+    tiers = {} if parts.hbm is None else {"hbm": hbm_view(parts.hbm.tiers)}
+    tiers |= {name: tier_view(tier) for name, tier in named_tiers(parts)}
     silence = store.promoter.silence or store.behind.silence
     if silence and not parts.tiers[DISK].problem:
         name = parts.tier_names[DISK]
@@ -56,9 +57,7 @@ def status_view(store: KVStore) -> StatusView:
 
 
 def named_tiers(parts: Parts) -> Iterator[tuple[str, Tier]]:
-    """Tiers with their names, the fastest first."""
-    if parts.hbm is not None:
-        yield "hbm", parts.hbm.tier
+    """Tiers of the index with their names, the fastest first."""
     yield from zip(parts.tier_names, parts.tiers, strict=True)
 
 
@@ -76,6 +75,17 @@ def tier_view(tier: Tier) -> TierView:
         prefaulted_bytes=getattr(tier, "prefaulted_bytes", 0),
         locked_bytes=getattr(tier, "locked_bytes", 0),
     )
+
+
+def hbm_view(tiers: Sequence[DeviceTier]) -> TierView:
+    """All GPUs' memory as one tier, and each by itself."""
+    views = {tier.device_uuid: tier_view(tier) for tier in tiers}
+    usage = sum((tier.usage() for tier in tiers), NO_USAGE)
+    problem = "; ".join(view.problem for view in views.values() if view.problem)
+    return TierView(
+        **usage._asdict(), state="degraded" if problem else "serving", problem=problem,
+        devices=views,
+    )  # fmt: skip
 
 
 def space_views(parts: Parts) -> list[SpaceView]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,9 +50,10 @@ class InProcessStore:
 
     `size` is that of the host tier, or pass a `tier` of your own. With a `directory` in a memory
     file system blocks outlive `restart`, as they outlive a killed daemon. `disk` is a tier below,
-    a MemoryTier or a DiskTier, `hbm` one above, an HbmTier. `sections` are tables
-    of the configuration file, such as `{"limits": {"lease_ttl_seconds": 2.0}}`. `kv` is the
-    `KVStore` inside, for calls that no client has; it is not for several threads.
+    a MemoryTier or a DiskTier, `hbm` one above, an HbmTier, or several, each
+    on a GPU of its own. `sections` are tables of the configuration file, such as
+    `{"limits": {"lease_ttl_seconds": 2.0}}`. `kv` is the `KVStore` inside, for calls that no client
+    has; it is not for several threads.
     """
 
     kv: KVStore
@@ -63,7 +64,7 @@ class InProcessStore:
         *,
         tier: AddressableTier | None = None,
         disk: Tier | None = None,
-        hbm: DeviceTier | None = None,
+        hbm: DeviceTier | Sequence[DeviceTier] = (),
         directory: str | Path | None = None,
         clock: Clock | None = None,
         mover: SimulatedMover | None = None,
@@ -73,7 +74,8 @@ class InProcessStore:
         self.clients: list[KVClient] = []
         self._directory = Path(directory) if directory is not None else None
         self._owns_tier = tier is None
-        self.disk, self.hbm = disk, hbm
+        self.disk = disk
+        self.hbm = tuple(hbm) if isinstance(hbm, Sequence) else (hbm,)
         if tier is not None:
             size = max(tier.usage().capacity_bytes, POOL_BYTES_MIN)
         self.config = _configure(size, self._directory, sections or {})

@@ -585,18 +585,20 @@ class AttachDeviceResponse(_message.Message):
     def __init__(self, share: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LoadDeviceRequest(_message.Message):
-    __slots__ = ("lease_id", "first_block", "block_count", "staging_offset", "staging_bytes")
+    __slots__ = ("lease_id", "first_block", "block_count", "staging_offset", "staging_bytes", "device_uuid")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     STAGING_OFFSET_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     first_block: int
     block_count: int
     staging_offset: int
     staging_bytes: int
-    def __init__(self, lease_id: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., staging_offset: _Optional[int] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    device_uuid: str
+    def __init__(self, lease_id: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., staging_offset: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., device_uuid: _Optional[str] = ...) -> None: ...
 
 class LoadDeviceResponse(_message.Message):
     __slots__ = ("offsets",)
@@ -779,7 +781,14 @@ class CostStatus(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., device: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., sample_count: _Optional[int] = ..., predicted_seconds: _Optional[float] = ..., unit: _Optional[str] = ..., ratio_p50: _Optional[float] = ..., ratio_p99: _Optional[float] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes", "prefaulted_bytes", "locked_bytes", "problem")
+    __slots__ = ("capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes", "prefaulted_bytes", "locked_bytes", "problem", "devices")
+    class DevicesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TierStatus
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TierStatus, _Mapping]] = ...) -> None: ...
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -789,6 +798,7 @@ class TierStatus(_message.Message):
     PREFAULTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     used_bytes: int
     block_count: int
@@ -798,7 +808,8 @@ class TierStatus(_message.Message):
     prefaulted_bytes: int
     locked_bytes: int
     problem: str
-    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., state: _Optional[str] = ..., free_bytes: _Optional[int] = ..., resting_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., locked_bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    devices: _containers.MessageMap[str, TierStatus]
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., state: _Optional[str] = ..., free_bytes: _Optional[int] = ..., resting_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., locked_bytes: _Optional[int] = ..., problem: _Optional[str] = ..., devices: _Optional[_Mapping[str, TierStatus]] = ...) -> None: ...
 
 class SpaceStatus(_message.Message):
     __slots__ = ("space_id", "spec", "tenant", "epoch", "block_count", "used_bytes", "attachment_count")

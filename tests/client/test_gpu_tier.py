@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_cuda
 import numpy as np
@@ -24,7 +25,7 @@ from kvstore.core.config import load as load_config
 from kvstore.core.errors import ConfigError
 from kvstore.core.generations import Generations
 from kvstore.cuda import driver
-from kvstore.daemon.gpu import open_gpu
+from kvstore.daemon.gpu import open_gpus
 
 BLOCKS = 12
 LONG = 400
@@ -255,7 +256,7 @@ from kvstore.core.config import load as load_config
 from kvstore.core.errors import ConfigError
 from kvstore.core.generations import Generations
 from kvstore.cuda import driver
-from kvstore.daemon.gpu import open_gpu
+from kvstore.daemon.gpu import open_gpus
 client = KVClient.connect(sys.argv[1], call_timeout_seconds=5.0)
 client.attach(spec_of(layout_of()))
 share = DeviceShare(Device(driver=fake_driver()), client._link.session(), 5.0)
@@ -327,6 +328,7 @@ def test_without_the_tier_loads_come_from_host() -> None:
         engine.memory.close()
 
 
+GPU_A0 = "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0"
 GPU_0 = "GPU-00000000-0000-0000-0000-000000000000"
 
 
@@ -341,10 +343,15 @@ GPU_0 = "GPU-00000000-0000-0000-0000-000000000000"
         ({"staging_bytes": "1MiB"}, "below tiers.hbm.staging_bytes_per_session"),
         ({"size": "4MiB", "share": "in_place"}, "isolated"),
         ({"size": "4MiB", "share": "all"}, "tiers.hbm.share"),
+        ({"size": "4MiB", "device": GPU_A0, "devices": [GPU_A0]}, "both device and devices"),
+        ({"size": "4MiB", "devices": [GPU_A0, GPU_A0]}, "names a GPU twice"),
+        ({"size": "4MiB", "devices": [GPU_A0, ""]}, "tiers.hbm.devices is ''"),
+        ({"size": "4MiB", "devices": [GPU_A0, GPU_0]}, "correct tiers.hbm.devices"),
+        ({"size": "1MiB", "devices": [GPU_A0, GPU_0]}, "1MiB or more for each"),
     ],
 )
 def test_wrong_settings_are_refused_with_a_sentence(
-    hbm: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    hbm: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU that is not there or too small, and settings that exclude each other."""
     monkeypatch.setattr(driver.Driver.__init__, "__defaults__", (str(library()),))
@@ -353,7 +360,7 @@ def test_wrong_settings_are_refused_with_a_sentence(
     )
     tables = {"tiers": {"host": {"size": "64MiB"}, "hbm": hbm}, "tenants": tenants}
     with pytest.raises(ConfigError, match=message):
-        open_gpu(load_config(overrides=tables), [], Generations())
+        open_gpus(load_config(overrides=tables), [], Generations())
 
 
 def test_a_machine_without_a_gpu_names_the_key() -> None:

@@ -305,7 +305,7 @@ def test_events_tell_what_lies_on_the_gpu(world: World) -> None:
         if turn == 20:
             world.client.admin.clear(space_id=world.space.space_id)
             prompts = [world.put(seed, 16) for seed in range(1, 8)]
-        tier, copies = world.tier, world.hbm._copies.values()
+        tier, copies = world.tier, world.hbm.gpus[0].slots.values()
         assert shown == {tier.header(slot).key for slot in copies}
     assert shown
 

@@ -4,6 +4,8 @@
    somebody asks (synchronize, query), of that stream and of what it waits for alone, so that code
    which forgets to wait, or to have a stream wait for another, finds the old bytes.
    FAKE_CUDA_FAIL=N makes copies fail from the Nth on; FAKE_CUDA_BYTES limits device memory.
+   There are FAKE_CUDA_DEVICES of them, one if it is not set. Each has streams and memory of its own:
+   work of a stream may touch no other one's, but for copies between two that name both.
    Registered host memory is kept account of: memory that is mapped read-only is refused without the
    flag for it, and always with FAKE_CUDA_WRITABLE; with FAKE_CUDA_STRICT a batch may touch nothing
    but device memory and single registrations, which is where copies are fast. FAKE_CUDA_SLOW=N
@@ -28,8 +30,8 @@ enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600, FAILED = 700, WAIT =
 typedef struct event { int done; double at; struct stream *by; } event;
 typedef struct op { int kind; address target, source; size_t length; uint64_t value; event *event;
                     struct op *next; } op;
-typedef struct stream { op *first, *last; int pulling; } stream;
-typedef struct allocation { address base; size_t length; int file; int own;
+typedef struct stream { op *first, *last; int pulling, device; } stream;
+typedef struct allocation { address base; size_t length; int file, own, device;
                             struct allocation *next; } allocation;
 typedef struct registration { address base; size_t length; struct registration *next; } registration;
 typedef struct { int magic, pid, file; size_t length; char rest[64 - 24]; } ipc_handle;
@@ -38,9 +40,9 @@ typedef struct { int order, source_type, source_id, target_type, target_id; unsi
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static allocation *allocations;
 static registration *registrations;
-static size_t used;
+static size_t used[16];
 static int broken, copies;
-static __thread int inside;
+static __thread int inside; /* the current context: 1 + its device */
 
 static long setting(const char *name, long otherwise) {
   const char *text = getenv(name);
@@ -118,9 +120,14 @@ static int work(stream *s) {
   return advance(s);
 }
 
+static allocation *around(address at);
+static int is_foreign(address at) { /* another device's memory */
+  allocation *found = around(at);
+  return found && found->device != inside;
+}
 static int push(stream *s, op with) {
-  if (!inside) return 201; /* invalid context */
   s = named(s);
+  if (!inside || (s->device && s->device != inside)) return 201; /* invalid context */
   pthread_mutex_lock(&lock);
   op *added = malloc(sizeof(op));
   *added = with;
@@ -148,11 +155,23 @@ int cuDevicePrimaryCtxRetain(handle *context, int device) {
   return OK;
 }
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return OK; }
-int cuCtxSetCurrent(handle context) { inside = context != NULL; return OK; }
+int cuCtxSetCurrent(handle context) { inside = (int)(uintptr_t)context; return OK; }
+static __thread int below[8], depth;
+int cuCtxPushCurrent_v2(handle context) {
+  if (depth == 8) abort();
+  below[depth++] = inside;
+  return cuCtxSetCurrent(context);
+}
+int cuCtxPopCurrent_v2(handle *popped) {
+  if (!depth) return 201;
+  *popped = (handle)(uintptr_t)inside;
+  inside = below[--depth];
+  return OK;
+}
 int cuCtxGetStreamPriorityRange(int *least, int *most) { *least = 0; *most = -5; return OK; }
 int cuMemGetInfo_v2(size_t *unused, size_t *total) {
   *total = setting("FAKE_CUDA_BYTES", 1L << 32);
-  *unused = *total - used;
+  *unused = *total - used[inside];
   return OK;
 }
 
@@ -160,7 +179,7 @@ static int map(address *base, int file, size_t length, int own) {
   void *at = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (at == MAP_FAILED) return NO_MEMORY;
   allocation *added = malloc(sizeof(allocation));
-  *added = (allocation){(address)at, length, file, own, allocations};
+  *added = (allocation){(address)at, length, file, own, inside, allocations};
   allocations = added;
   *base = (address)at;
   return OK;
@@ -168,10 +187,10 @@ static int map(address *base, int file, size_t length, int own) {
 int cuMemAlloc_v2(address *base, size_t length) {
   if (!inside) return 201;
   if (!length) return INVALID;
-  if (used + length > (size_t)setting("FAKE_CUDA_BYTES", 1L << 32)) return NO_MEMORY;
+  if (used[inside] + length > (size_t)setting("FAKE_CUDA_BYTES", 1L << 32)) return NO_MEMORY;
   int file = memfd_create("fake-cuda", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, length)) return NO_MEMORY;
-  used += length;
+  used[inside] += length;
   int code = map(base, file, length, 1);
   if (code == OK) memset((void *)*base, 0xDD, length < (1 << 20) ? length : 1 << 20);
   return code;
@@ -188,7 +207,7 @@ static int drop(address base, int own) {
       *a = gone->next;
       munmap((void *)gone->base, gone->length);
       close(gone->file);
-      if (own) used -= gone->length;
+      if (own) used[gone->device] -= gone->length;
       free(gone);
       return OK;
     }
@@ -254,9 +273,29 @@ int cuPointerGetAttribute(int *value, int name, address at) {
   return OK;
 }
 int cuMemcpyAsync(address target, address source, size_t length, stream *s) {
+  if (is_foreign(target) || is_foreign(source)) return INVALID;
   return push(s, (op){.kind = COPY, .target = target, .source = source, .length = length});
 }
+int cuMemcpyPeerAsync(address target, handle to, address source, handle from, size_t length,
+                      stream *s) {
+  allocation *at = around(target), *of = around(source);
+  if (!at || !of || at->device != (int)(uintptr_t)to || of->device != (int)(uintptr_t)from)
+    return INVALID;
+  return push(s, (op){.kind = COPY, .target = target, .source = source, .length = length});
+}
+int cuDeviceCanAccessPeer(int *may, int device, int other) {
+  *may = device != other && !getenv("FAKE_CUDA_APART");
+  return OK;
+}
+int cuCtxEnablePeerAccess(handle context, unsigned flags) {
+  static char enabled[16][16];
+  int other = (int)(uintptr_t)context;
+  if (flags || other == inside) return INVALID;
+  if (enabled[inside][other]++) return 704; /* already enabled */
+  return OK;
+}
 int cuMemsetD8Async(address target, unsigned char value, size_t length, stream *s) {
+  if (is_foreign(target)) return INVALID;
   return push(s, (op){.kind = SET, .target = target, .length = length, .value = value});
 }
 static int copy_batch(address *targets, address *sources, size_t *lengths, size_t count,
@@ -285,6 +324,7 @@ int cuStreamCreateWithPriority(handle *made, unsigned flags, int priority) {
   (void)flags; (void)priority;
   pthread_mutex_lock(&lock);
   stream *s = calloc(1, sizeof(stream));
+  s->device = inside;
   if (stream_count == 4096) abort();
   streams[stream_count++] = s;
   *made = s;

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from kvstore.core.errors import TierError
 from kvstore.cuda.device import Device, Event, Shared
 from kvstore.cuda.driver import CudaError
+
+
+class Arenas(Protocol):
+    """Where blocks are copied from: a tier in a GPU's memory."""
+
+    device: Device
+
+    def address(self, place: int) -> int: ...
 
 
 class DeviceStaging:
@@ -18,8 +27,9 @@ class DeviceStaging:
     until the event that `load` returns is done.
     """
 
-    def __init__(self, device: Device, length: int, address_of: Callable[[int], int]) -> None:
-        self._device, self.length, self._address_of = device, length, address_of
+    def __init__(self, arenas: Arenas, length: int) -> None:
+        self._arenas, self.length = arenas, length
+        device = self._device = arenas.device
         try:
             self.address = device.allocate(length)
         except CudaError as error:
@@ -38,22 +48,34 @@ class DeviceStaging:
         except CudaError as error:
             raise TierError(f"device staging cannot be shared: {error}") from error
 
-    def load(self, blocks: Sequence[tuple[int, int]], length: int) -> Event:
-        """Copies `length` bytes of each (place, offset in the staging); the event of their end."""
+    def load(
+        self, blocks: Sequence[tuple[int, int]], length: int, source: Arenas | None = None
+    ) -> Event:
+        """Copies `length` bytes of each (place, offset in the staging); the event of their end.
+
+        From the tier's own arenas, or those of a `source` on another GPU.
+        """
         for _, offset in blocks:
             if offset < 0 or offset + length > self.length:
                 raise TierError(f"byte {offset} + {length} lies outside the session's staging")
-        sources = np.array([self._address_of(place) for place, _ in blocks], np.uint64)
+        arenas = source or self._arenas
+        sources = np.array([arenas.address(place) for place, _ in blocks], np.uint64)
         targets = np.array([self.address + offset for _, offset in blocks], np.uint64)
         try:
-            self._stream.copy_many(targets, sources, np.full(len(blocks), length, np.uint64))
+            if source is None:
+                self._stream.copy_many(targets, sources, np.full(len(blocks), length, np.uint64))
+            else:
+                for target, begin in zip(targets.tolist(), sources.tolist(), strict=True):
+                    self._stream.copy_from(source.device, target, begin, length)
             return self._stream.record()
         except CudaError as error:
             raise TierError(f"GPU {self._device.uuid} failed: {error}") from error
 
-    def fill(self, blocks: Sequence[tuple[int, int]], length: int) -> None:
+    def fill(
+        self, blocks: Sequence[tuple[int, int]], length: int, source: Arenas | None = None
+    ) -> None:
         """`load`, and waits for its end. Raises TierError."""
-        end = self.load(blocks, length)
+        end = self.load(blocks, length, source)
         try:
             end.synchronize()
         except CudaError as error:

@@ -69,18 +69,20 @@ class HbmTier:
     def device_uuid(self) -> str:
         return self.device.uuid
 
-    def use_stable_memory(self, memory: np.ndarray) -> None:
+    def use_stable_memory(self, memory: np.ndarray, register: bool = True) -> None:
         """Lets blocks in this host memory be copied without a buffer between.
 
         The caller promises that a source in it does not change while it is copied, as READY blocks
         of the host tier do not. Registers it in chunks, which takes 0.1 s a GB or more: call it
-        from a worker. Raises TierError.
+        from a worker. Without `register` a tier on another GPU has done so, which is for all of
+        them and has to last as long as this tier. Raises TierError.
         """
         start, size = memory.ctypes.data, memory.nbytes
         try:
             for at in range(0, size, REGISTER_CHUNK_BYTES):
-                self.device.register(start + at, min(REGISTER_CHUNK_BYTES, size - at))
-                self._registered.append(start + at)
+                if register:
+                    self.device.register(start + at, min(REGISTER_CHUNK_BYTES, size - at))
+                    self._registered.append(start + at)
                 self._stable.append((start + at, start + min(at + REGISTER_CHUNK_BYTES, size)))
         except CudaError as error:
             raise TierError(f"host memory cannot be registered with the GPU: {error}") from error
@@ -203,10 +205,10 @@ class HbmTier:
 
     def read(self, place: int, target: Target, length: int) -> None:
         with self._lane() as lane:
-            lane.download([(self._address(place), _room(target, length))])
+            lane.download([(self.address(place), _room(target, length))])
 
     def read_many(self, items: Sequence[tuple[int, Target]], length: int) -> list[bytes | None]:
-        wanted = [(self._address(place), _room(target, length)) for place, target in items]
+        wanted = [(self.address(place), _room(target, length)) for place, target in items]
         try:
             with self._lane() as lane:
                 return list(lane.download(wanted))
@@ -215,10 +217,10 @@ class HbmTier:
 
     def verify(self, place: int, length: int, checksum: bytes) -> bool:
         with self._lane() as lane:
-            return lane.hash(self._address(place), length) == checksum
+            return lane.hash(self.address(place), length) == checksum
 
     def copy(self, source_place: int, target_place: int, length: int) -> bytes:
-        source, size = self._address(source_place), self._slot_bytes(target_place)
+        source, size = self.address(source_place), self._slot_bytes(target_place)
         target = self._free_slot(target_place, np.empty(0, np.uint8))
         with self._lane() as lane:
             lane.stream.copy(target, source, length)
@@ -235,9 +237,10 @@ class HbmTier:
 
     def open_staging(self, length: int) -> DeviceStaging:
         """Device memory of one session: blocks are copied there, the arena is not exported."""
-        return DeviceStaging(self.device, length, self._address)
+        return DeviceStaging(self, length)
 
-    def _address(self, place: int) -> int:
+    def address(self, place: int) -> int:
+        """Where a place's block lies in the GPU's memory, as this process sees it."""
         return self._pools[place >> POOL_SHIFT].address + place_offset(place)
 
     def _slot_bytes(self, place: int) -> int:
@@ -255,7 +258,7 @@ class HbmTier:
                 f"a payload of {len(payload)} bytes does not fit its slot of {size}; "
                 "reserve slots for the largest payload"
             )
-        return self._address(place)
+        return self.address(place)
 
     def _is_stable(self, payload: np.ndarray) -> bool:
         start, end = payload.ctypes.data, payload.ctypes.data + len(payload)

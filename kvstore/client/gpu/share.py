@@ -119,7 +119,7 @@ class DeviceShare:
         assert match.lease is not None, "a match without a lease has no blocks to load"
         request = pb.LoadDeviceRequest(
             lease_id=match.lease.id, first_block=blocks.start, block_count=len(blocks),
-            staging_offset=offset, staging_bytes=room,
+            staging_offset=offset, staging_bytes=room, device_uuid=self._device.uuid,
         )  # fmt: skip
         try:
             answer = self.session.call("LoadDevice", request, self._timeout)
