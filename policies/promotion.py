@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 # Loads remembered of blocks without a copy, for each that has one: a gap longer than a few times
 # the stay decides nothing.
 REMEMBERED_FOR_EACH = 4
 REMEMBERED_MIN = 1024
+PROMOTED_A_LOAD = 128  # 20 us each; of a longer prompt the rest comes with its next loads
+VICTIMS_FOR_EACH = 4  # a copy of another size leaves a hole that may be of no use
 
 
 class Promotion:
@@ -39,7 +41,7 @@ class Promotion:
         return len(self._copies)
 
     def loaded(self, places: Sequence[int], now: float, spared: float) -> list[int]:
-        """Blocks were loaded, in the order of the prompt; answers with those to promote.
+        """Blocks were loaded, in the order of the prompt; answers with those worth a copy.
 
         `spared` is the share of a block's seconds from host that a load from a copy spares.
         """
@@ -84,6 +86,26 @@ class Promotion:
                 return
             if place not in kept:
                 yield place
+
+    def make_room(
+        self, count: int, reserve: Callable[[int], list[int]], drop: Callable[[int], None],
+        kept: Collection[int], now: float,
+    ) -> list[int]:  # fmt: skip
+        """Up to `count` slots that `reserve` gives: free ones, then those of the coldest copies.
+
+        `drop` gives such a copy up, and calls `gone`.
+        """
+        slots = reserve(count)
+        self.full(len(slots) < count)
+        victims, left = self.victims(kept, now), VICTIMS_FOR_EACH * count
+        while len(slots) < count and left:
+            victim = next(victims, None)
+            if victim is None:
+                break
+            left -= 1
+            drop(victim)
+            slots += reserve(count - len(slots))
+        return slots
 
     def gone(self, place: int) -> None:
         """The block has no copy any more."""

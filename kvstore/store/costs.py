@@ -47,6 +47,7 @@ SAVE_SECONDS = 60.0
 OVERDUE_MAX = 16  # transfers that are looked at in a turn, the oldest
 VERSION = 1
 OWN_LINKS = frozenset((*LINKS, *DISK_LINKS, *ARENA_LINKS))
+DEVICE_LINK = "hbm>hbm"  # over which an engine takes in what lies on its own GPU
 UPWARD = "host>"  # names of links over which an engine takes restored blocks in begin so
 # What `kvstore status` predicts for each model.
 SHOWN_TOKENS, SHOWN_BYTES = 8192, 1 << 30
@@ -356,7 +357,8 @@ class CostKeeper:
         book.observe_transfer(identity, seconds, byte_count)
         book.used(identity, self._parts.clock.now(), seconds)
         lease = attachment.engine.leases.get(lease_id)
-        if lease is not None and lease.decision is not None and link.startswith(UPWARD):
+        is_load = link == DEVICE_LINK or link.startswith(UPWARD)
+        if lease is not None and lease.decision is not None and is_load:
             lease.decision.copied(attachment.session.id, seconds)
 
     def tick(self, now: float) -> None:

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kvstore.core.block import POOL_SHIFT
 from kvstore.core.errors import CorruptBlock
 from kvstore.core.space import Space
 from kvstore.mover import ARENA_IN_LINK, Job, Moved
@@ -18,7 +21,35 @@ from kvstore.store.sessions import Attachment
 from kvstore.tiers.base import BlockHeader, DeviceTier
 
 PIECE_BYTES = 4 << 20
-VICTIMS_FOR_EACH = 4  # a copy of another size leaves a hole that may be of no use
+NOWHERE = -1
+PAGE_MASK = (1 << POOL_SHIFT) - 1
+
+
+class Marks:
+    """On which GPU host blocks have copies, for many at once: an array by host slot and pool."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, np.ndarray] = {}
+
+    def set(self, place: int, gpu: int) -> None:
+        pool, page = place >> POOL_SHIFT, place & PAGE_MASK
+        known = self._pools.get(pool)
+        if known is None or page >= len(known):
+            # Of zeros nobody has touched the system keeps no page: 1 MiB is for 4 GiB of host.
+            grown = np.zeros(1 << max(20, int(page).bit_length()), np.int8)
+            if known is not None:
+                grown[: len(known)] = known
+            known = self._pools[pool] = grown
+        known[page] = gpu + 1
+
+    def of(self, places: np.ndarray) -> np.ndarray:
+        """The GPU's number for each place (int64), NOWHERE where there is no copy."""
+        found = np.full(len(places), NOWHERE, np.int8)
+        for pool, known in self._pools.items():
+            pages = places & PAGE_MASK
+            here = (places >= 0) & (places >> POOL_SHIFT == pool) & (pages < len(known))
+            found[here] = known[pages[here]] - 1
+        return found
 
 
 class Piece(NamedTuple):
@@ -40,7 +71,7 @@ class GpuCopies:
 
     def __init__(
         self, parts: Parts, remover: Remover, tier: DeviceTier, number: int,
-        moved_here: Callable[[GpuCopies, int], bool],
+        marks: Marks, moved_here: Callable[[GpuCopies, int], bool],
     ) -> None:  # fmt: skip
         self.tier, self.number = tier, number
         self.promotion = Promotion()
@@ -49,6 +80,7 @@ class GpuCopies:
         self.lent: dict[int, tuple[int, int]] = {}
         """Which other GPU loaded a copy since this one last did, and how many times in a row."""
         self._parts, self._remover, self._moved_here = parts, remover, moved_here
+        self._marks = marks
         self._retired = RetiredSlots(tier)
         self._held: dict[int, set[int]] = {}  # host places by who reads their copies
         self._holds: Counter[int] = Counter()
@@ -129,6 +161,7 @@ class GpuCopies:
                 if not self._moved_here(self, place):
                     headers.append(piece.headers[i])
                 self.slots[place] = piece.slots[i]
+                self._marks.set(place, self.number)
                 arrived.append(place)
                 continue
             self._retired.retire([piece.slots[i]])
@@ -142,20 +175,16 @@ class GpuCopies:
 
     def _room(self, space: Space, count: int) -> list[int]:
         """Up to `count` slots: free ones, then those of the coldest copies that nobody reads."""
-        symbol = space.symbol_bytes_max
-        slots = self.tier.reserve(space.block_bytes, symbol, count)
-        self.promotion.full(len(slots) < count)
-        victims = self.promotion.victims(self._holds.keys(), self._parts.clock.now())
-        left = VICTIMS_FOR_EACH * count
-        while len(slots) < count and left:
-            victim = next(victims, None)
-            if victim is None:
-                break
-            left -= 1
+
+        def reserve(wanted: int) -> list[int]:
+            return self.tier.reserve(space.block_bytes, space.symbol_bytes_max, wanted)
+
+        def drop(victim: int) -> None:
             self._parts.recorder.evicted("hbm", "capacity", 1, space.slot_bytes)
             self.drop(victim)
-            slots += self.tier.reserve(space.block_bytes, symbol, count - len(slots))
-        return slots
+
+        now = self._parts.clock.now()
+        return self.promotion.make_room(count, reserve, drop, self._holds.keys(), now)
 
     # ---- Ends ----
 
@@ -172,6 +201,7 @@ class GpuCopies:
         if self._holds[place]:
             readers = [reader for reader, held in self._held.items() if place in held]
         slot = self.slots.pop(place)
+        self._marks.set(place, NOWHERE)
         self.lent.pop(place, None)
         if tell:
             self._tell_removed(self.tier.header(slot))
@@ -224,6 +254,8 @@ class GpuCopies:
         assert tier.usage().block_count == len(self.slots) == len(self.promotion)
         assert not set(self.slots) & self.moving
         assert set(self.lent) <= set(self.slots)
+        marked = self._marks.of(np.fromiter(self.slots, np.int64, len(self.slots)))
+        assert (marked == self.number).all(), "a copy is not marked"
         for place, slot in self.slots.items():
             assert tier.generation(slot), "a copy is not published"
             assert host.generation(place), "a copy outlived its host copy"

@@ -21,9 +21,10 @@ from kvstore.core.completion import Completion
 from kvstore.core.errors import FailedPrecondition, InvalidRequest, TierError
 from kvstore.mover import ARENA_OUT_LINK, PEER_LINK, Moved
 from kvstore.policies.cost import LinkIdentity
+from kvstore.policies.promotion import PROMOTED_A_LOAD
 from kvstore.store.costs import ENGINE_PRIOR, PRIORS, SAMPLES_MIN
 from kvstore.store.evict import Remover
-from kvstore.store.gpu_copies import GpuCopies
+from kvstore.store.gpu_copies import GpuCopies, Marks
 from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
 from kvstore.store.restore import RestoreFlow, shard_of
 from kvstore.store.sessions import Attachment, Session
@@ -31,7 +32,6 @@ from kvstore.store.staging_book import DeviceShare, StagingBook
 from kvstore.tiers.base import DeviceTier
 
 IN_PLACE = "in_place"
-PROMOTED_A_TURN = 128  # 20 us each; of a longer prompt the rest comes with its next loads
 MOVED_AFTER = 2  # loads of another GPU in a row: a copy that both read stays where it is
 
 
@@ -42,6 +42,14 @@ class Found(NamedTuple):
     place: int
 
 
+class Near(NamedTuple):
+    """Blocks with copies on an engine's GPU: a flag a block; they are read there `in_place`."""
+
+    mask: np.ndarray
+    device: str
+    in_place: bool
+
+
 class HbmCopies:
     """The tier above host, on one GPU or several. Only the owner calls it; nothing waits."""
 
@@ -49,8 +57,9 @@ class HbmCopies:
         self, parts: Parts, remover: Remover, restores: RestoreFlow, tiers: Sequence[DeviceTier]
     ) -> None:
         self._parts, self._restores = parts, restores
+        self._marks = Marks()
         self.gpus = [
-            GpuCopies(parts, remover, tier, number, self._moved_here)
+            GpuCopies(parts, remover, tier, number, self._marks, self._moved_here)
             for number, tier in enumerate(tiers)
         ]
         self._by_uuid = {gpu.tier.device_uuid: gpu for gpu in self.gpus}
@@ -223,6 +232,33 @@ class HbmCopies:
         own = known.seconds(size) if known and known.sample_count >= SAMPLES_MIN else prior
         return 1.0 - own / host if host > 0 else 0.0
 
+    # ---- For plans ----
+
+    def near(self, attachment: Attachment, places: np.ndarray) -> Near | None:
+        """Which of these blocks a load by the attachment's engine would find on its own GPU.
+
+        None where no rank of the engine has attached one, or none is there. Of several shards the
+        attachment's stands for all, since ranks load alike.
+        """
+        gpu = self._engine_gpu(attachment)
+        if gpu is None or gpu.tier.problem or not gpu.slots:
+            return None
+        mask = self._marks.of(places) == gpu.number
+        in_place = self._parts.config.tiers.hbm.share == IN_PLACE
+        if not in_place:  # what one load's half of the staging has no room for comes from host
+            config = self._parts.config.tiers.hbm
+            room = int(config.staging_bytes_per_session) // 2 // attachment.space.slot_bytes
+            mask &= mask.cumsum() <= room
+        return Near(mask, gpu.tier.device_uuid, in_place) if mask.any() else None
+
+    def _engine_gpu(self, attachment: Attachment) -> GpuCopies | None:
+        for session in (attachment.session, *attachment.engine.sessions):
+            attached = self._attached.get(session.id)
+            shards = {one.shard for one in session.attachments.values()}
+            if attached and attachment.shard in shards:
+                return next(iter(attached.values()))
+        return None
+
     # ---- Up, and from GPU to GPU ----
 
     def _promote(
@@ -239,7 +275,7 @@ class HbmCopies:
             kept = self._kept_elsewhere(gpu, here)
             wanted = [place for place in wanted if place not in kept]
         if wanted and not gpu.tier.problem:
-            gpu.promote(path, places, set(wanted[:PROMOTED_A_TURN]), attachment)
+            gpu.promote(path, places, set(wanted[:PROMOTED_A_LOAD]), attachment)
 
     def _kept_elsewhere(self, gpu: GpuCopies, places: Iterable[int]) -> set[int]:
         """Of blocks that `gpu` has loaded, those whose copy, or coming one, another GPU keeps.

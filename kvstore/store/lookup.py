@@ -18,7 +18,7 @@ from kvstore.core.lease import Lease
 from kvstore.core.plan import Ask, LookupResult, Query, RestorePlan, Slots
 from kvstore.policies.index import Span, Walk
 from kvstore.store.parts import DISK, HOST, SLICE_BLOCKS, TIER_NAMES, Parts
-from kvstore.store.planning import Plan, Planner
+from kvstore.store.planning import IN_HBM, Plan, Planner
 from kvstore.store.promote import Promoter
 from kvstore.store.sessions import Attachment
 from kvstore.store.slices import SlicedWalk, settle
@@ -91,10 +91,8 @@ class LookupFlow:
         granted, limit = self._within_limits(attachment, ready, live)
         matched, local = granted * block_size, min(local_tokens, granted * block_size)
         found = "hit" if granted == wanted and granted else "partial" if granted else "miss"
-        on_disk = self._disk_only(walk, granted) * block_size
-        self._parts.recorder.lookup(found, wanted * block_size, matched - on_disk)
-        if on_disk:
-            self._parts.recorder.hit(TIER_NAMES[DISK], on_disk)
+        above = self._count_elsewhere(attachment, walk, granted) * block_size
+        self._parts.recorder.lookup(found, wanted * block_size, matched - above)
         if not granted or walk is None:
             reason = limit or _miss_reason(wanted, pending)
             missed = LookupResult(0, 0, pending, MISSED, reason)
@@ -147,10 +145,11 @@ class LookupFlow:
             parts.index.unanchor(shorter)
         parts.leases.cover(lease, count)
         lease.holders.add(attachment.session)
-        in_host = sum(s.token_count for s in plan.plan.steps if s.source == TIER_NAMES[HOST])
-        parts.recorder.restored(
-            TIER_NAMES[HOST], -(-in_host // space.block_size) * space.block_bytes
-        )
+        for tier in (TIER_NAMES[HOST], IN_HBM):
+            tokens = sum(step.token_count for step in plan.plan.steps if step.source == tier)
+            size = -(-tokens // space.block_size) * space.block_bytes
+            if size or tier != IN_HBM:
+                parts.recorder.restored(tier, size)
         lease.result = result = msgspec.structs.replace(
             result, lease_id=lease.id, lease_ttl_seconds=parts.leases.ttl_seconds, slots=slots
         )
@@ -217,6 +216,18 @@ class LookupFlow:
             return 0
         places = self._parts.index.places(cut_path(walk.path, count), HOST, 0)
         return int((places < 0).sum())
+
+    def _count_elsewhere(self, attachment: Attachment, walk: Walk | None, count: int) -> int:
+        """How many of the leading `count` blocks are hits in other tiers than host, counted so."""
+        parts, by_tier = self._parts, {TIER_NAMES[DISK]: self._disk_only(walk, count)}
+        if parts.hbm is not None and walk is not None and count:
+            places = parts.index.places(cut_path(walk.path, count), HOST, attachment.shard)
+            near = parts.hbm.near(attachment, places)
+            by_tier[IN_HBM] = 0 if near is None else int(near.mask.sum())
+        for tier, blocks in by_tier.items():
+            if blocks:
+                parts.recorder.hit(tier, blocks * attachment.space.block_size)
+        return sum(by_tier.values())
 
     def _within_limits(
         self, attachment: Attachment, ready: int, live: Lease | None

@@ -6,24 +6,31 @@ where its tokens lie -> are the costs known? -> planner -> steps, blocks to leas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvstore.core.plan import LOAD_ALL, RECOMPUTE, Ask, PlanStep, RestorePlan, Slots
-from kvstore.mover import READ_LINK
-from kvstore.policies.cost import P50, P99, LinkCost, PathModel, RecomputeModel
+from kvstore.mover import ARENA_OUT_LINK, READ_LINK
+from kvstore.policies.cost import P50, P99, LinkCost, LinkIdentity, PathModel, RecomputeModel
 from kvstore.policies.fitting import State
 from kvstore.policies.planner import Decision, decide, gpu_price, link_price
 from kvstore.policies.timing import Costs, Cut, Prices, Segment, Situation
-from kvstore.store.costs import SAMPLES_MIN
+from kvstore.store.costs import DEVICE_LINK, SAMPLES_MIN
 from kvstore.store.parts import DISK, HOST, TIER_NAMES, Parts
 from kvstore.store.sessions import Attachment
 
-IN_HOST, ON_DISK = TIER_NAMES[HOST], TIER_NAMES[DISK]
+if TYPE_CHECKING:
+    from kvstore.store.hbm import Near
+
+IN_HOST, ON_DISK, IN_HBM = TIER_NAMES[HOST], TIER_NAMES[DISK], "hbm"
+SOURCES, SLOWEST_LAST = (*TIER_NAMES, IN_HBM), (IN_HBM, IN_HOST, ON_DISK)
+# Links that the daemon itself carries loads over, by the tier they begin at.
+OWN_LINKS = {ON_DISK: READ_LINK, IN_HBM: ARENA_OUT_LINK}
 SEGMENTS_MAX = 4  # that are planned one by one: a plan takes longer with each
 FREE = Prices()
 
+Models = dict[str, PathModel | None]  # by link
 Span = tuple[int, int]  # first token, token after the last
 
 
@@ -50,7 +57,8 @@ class Planner:
     ) -> Plan:  # fmt: skip
         """The plan for a match of `matched` tokens, of which the engine has `local` already."""
         parts, block_size = self._parts, attachment.space.block_size
-        loads = stretches(slots, matched, local, block_size, len(parts.tiers) > DISK)
+        near = None if parts.hbm is None else parts.hbm.near(attachment, slots.places)
+        loads = stretches(slots, matched, local, block_size, near)
         if not loads:
             reason = f"the engine already has all {local} matched tokens"
             return load_all(loads, matched, local, pending, block_size, reason)
@@ -63,7 +71,8 @@ class Planner:
             )
             return load_all(loads, matched, local, pending, block_size, reason)
         engine = self._parts.costs.engine(attachment.recompute_identity)
-        links = self._links(loads, upward)
+        paths = self._paths(loads, upward, near, attachment)
+        links = {name: model for path in paths.values() for name, model in path.items()}
         missing = _missing(engine, links)
         if missing or engine is None:
             reason = f"{_loads(loads)}; not measured yet: {missing}"
@@ -71,42 +80,53 @@ class Planner:
         p50, p99 = [
             Costs(engine.cost(share), _link_costs(links, share, attachment)) for share in (P50, P99)
         ]
-        situation = self._situation(attachment, ask, loads, matched, local, links, p50)
+        situation = self._situation(attachment, ask, loads, matched, local, paths, links, p50)
         decision = decide(situation, p50, p99)
         states = {"recompute": engine.state}
         states.update((name, model.state) for name, model in links.items() if model is not None)
         return _planned(decision, loads, matched, pending, block_size)._replace(states=states)
 
-    def _links(
-        self, loads: Sequence[PlanStep], upward: PathModel | None
-    ) -> dict[str, PathModel | None]:
-        """The links that the loads cross, by name."""
-        links: dict[str, PathModel | None] = {}
-        costs = self._parts.costs
-        if any(step.source == ON_DISK for step in loads):
-            links[READ_LINK] = costs.link(costs.read_link)
-        if upward is not None:
-            links[upward.identity[0]] = upward
-        return links
+    def _paths(
+        self, loads: Sequence[PlanStep], upward: PathModel | None, near: Near | None,
+        attachment: Attachment,
+    ) -> dict[str, Models]:  # fmt: skip
+        """The links that bytes of each tier cross, in order, by the tier's name."""
+        costs, sources = self._parts.costs, {step.source for step in loads}
+        up: Models = {} if upward is None else {upward.identity[0]: upward}
+        paths: dict[str, Models] = {}
+        if ON_DISK in sources:
+            paths[ON_DISK] = {READ_LINK: costs.link(costs.read_link), **up}
+        if IN_HOST in sources:
+            paths[IN_HOST] = up
+        if near is not None and IN_HBM in sources:
+            staged = LinkIdentity(ARENA_OUT_LINK, near.device)
+            own = LinkIdentity(DEVICE_LINK, attachment.device)
+            paths[IN_HBM] = {} if near.in_place else {ARENA_OUT_LINK: costs.link(staged)}
+            paths[IN_HBM][DEVICE_LINK] = costs.link(own)
+        return paths
 
     def _situation(
         self, attachment: Attachment, ask: Ask, loads: Sequence[PlanStep], matched: int,
-        local: int, links: Mapping[str, PathModel | None], costs: Costs,
+        local: int, paths: Mapping[str, Models], links: Models, costs: Costs,
     ) -> Situation:  # fmt: skip
         space = attachment.space
         token_bytes = space.block_bytes * space.shard_count / space.block_size
         busy, waiting = ask.gpu_busy_ratio, ask.queued_prefill_tokens
         queued = {}
-        size = round(token_bytes * sum(s.token_count for s in loads if s.source == ON_DISK))
-        if READ_LINK in links:
-            queued[READ_LINK] = self._parts.mover.bytes_ahead(
-                READ_LINK, space.tenant, attachment.session.id, size
-            )
-        taken = self._byte_prices(links, size, queued, costs)
+        sizes = {
+            link: round(token_bytes * sum(s.token_count for s in loads if s.source == source))
+            for source, link in OWN_LINKS.items()
+        }
+        for link, size in sizes.items():
+            if link in links:
+                queued[link] = self._parts.mover.bytes_ahead(
+                    link, space.tenant, attachment.session.id, size
+                )
+        taken = self._byte_prices(links, sizes, queued, costs)
         gpu = gpu_price(busy, waiting) if busy or waiting else 0.0
         aligned = local - local % space.block_size
         return Situation(
-            tuple(_segments(loads, aligned, token_bytes, tuple(links))),
+            tuple(_segments(loads, aligned, token_bytes, paths)),
             new_tokens=max(1, ask.prompt_tokens - matched),
             local_tokens=aligned,
             block_size=space.block_size,
@@ -120,9 +140,8 @@ class Planner:
         )
 
     def _byte_prices(
-        self, links: Mapping[str, PathModel | None], byte_count: int, queued: Mapping[str, int],
-        costs: Costs,
-    ) -> dict[str, float]:  # fmt: skip
+        self, links: Models, sizes: Mapping[str, int], queued: Mapping[str, int], costs: Costs
+    ) -> dict[str, float]:
         """What a byte on each link costs others: its seconds, times what each of them costs.
 
         By the link's use of late, and what is under way.
@@ -131,26 +150,29 @@ class Planner:
         for name, model in links.items():
             if model is not None:
                 waiting = book.waiting(model.identity, now)
-                price = link_price(waiting, byte_count, queued.get(name, 0))
+                size = sizes.get(name, sizes[READ_LINK])
+                price = link_price(waiting, size, queued.get(name, 0))
                 if price:
                     prices[name] = price * costs.links[name].byte_seconds
         return prices
 
 
 def stretches(
-    slots: Slots, matched: int, local: int, block_size: int, with_disk: bool
+    slots: Slots, matched: int, local: int, block_size: int, near: Near | None
 ) -> list[PlanStep]:
     """Where the tokens from `local` to `matched` lie, by tier."""
     if matched == local:
         return []
-    if not with_disk or slots.places.min() >= 0:
+    if near is None and slots.places.min() >= 0:
         return [PlanStep(local, matched - local, IN_HOST)]
-    in_host = slots.places >= 0
-    edges = [0, *(np.flatnonzero(np.diff(in_host)) + 1).tolist(), len(in_host)]
+    lies = (slots.places < 0).astype(np.int8)  # by number: IN_HOST or ON_DISK
+    if near is not None:
+        lies[near.mask] = SOURCES.index(IN_HBM)
+    edges = [0, *(np.flatnonzero(np.diff(lies)) + 1).tolist(), len(lies)]
     tokens = [max(local, (slots.first_block + edge) * block_size) for edge in edges]
     return [
-        PlanStep(tokens[n], tokens[n + 1] - tokens[n], IN_HOST if here else ON_DISK)
-        for n, here in enumerate(in_host[edges[:-1]].tolist())
+        PlanStep(tokens[n], tokens[n + 1] - tokens[n], SOURCES[source])
+        for n, source in enumerate(lies[edges[:-1]].tolist())
     ]
 
 
@@ -207,24 +229,24 @@ def cut_steps(loads: Sequence[PlanStep], computed: Span, end: int) -> Iterator[P
 
 
 def _segments(
-    loads: Sequence[PlanStep], aligned: int, token_bytes: float, links: tuple[str, ...]
+    loads: Sequence[PlanStep], aligned: int, token_bytes: float, paths: Mapping[str, Models]
 ) -> Iterator[Segment]:
     """The loads as the planner sees them, from a block's edge on; the last of many as one.
 
-    What is in host already of a last one of several counts as if the disk brought it for nothing.
+    Of a last one of several tiers the slowest counts, as if it brought the others' for nothing.
     """
-    upward = tuple(name for name in links if name != READ_LINK)
     first = aligned
     for step in loads[: SEGMENTS_MAX - 1] if len(loads) > SEGMENTS_MAX else loads:
         tokens = step.first_token + step.token_count - first
-        path = links if step.source == ON_DISK else upward
-        yield Segment(tokens, round(tokens * token_bytes), step.source, path)
+        links = tuple(paths[step.source])
+        yield Segment(tokens, round(tokens * token_bytes), step.source, links)
         first += tokens
     rest = loads[SEGMENTS_MAX - 1 :] if len(loads) > SEGMENTS_MAX else ()
     if rest:
         tokens = rest[-1].first_token + rest[-1].token_count - first
-        on_disk = sum(step.token_count for step in rest if step.source == ON_DISK)
-        yield Segment(tokens, round(on_disk * token_bytes), TIER_NAMES[DISK], links)
+        slowest = max((step.source for step in rest), key=SLOWEST_LAST.index)
+        counted = sum(step.token_count for step in rest if step.source == slowest)
+        yield Segment(tokens, round(counted * token_bytes), slowest, tuple(paths[slowest]))
 
 
 def _link_costs(
