@@ -13,8 +13,10 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 SHORT := not long and not gpu and not vllm
-# Tests that only compute: two at a time change nothing but the time they take.
-COMPUTING := tests/core tests/kernels tests/policies tests/simulation
+# Tests that another one beside them does not disturb: two at a time. The others watch processes,
+# ports and clocks of a machine that is theirs.
+TOGETHER := $(addprefix tests/,client core docs engines kernels policies replay server simulation \
+	store testing tiers)
 # A bare `import kernels` or `import proto` must not find the folders of this tree.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -89,13 +91,13 @@ demo-engine: install smollm2 ## Let users chat with a small real model, with the
 	$(BIN)/kvstore demo --engine --report build/demo-engine.html
 
 test: install kernels-env engines-env operate-env ## The suite
-	$(BIN)/pytest -n 2 -m "$(SHORT)" $(COMPUTING)
-	$(BIN)/pytest -m "$(SHORT)" $(COMPUTING:%=--ignore=%)
+	$(BIN)/pytest -n 2 -m "$(SHORT)" $(TOGETHER)
+	$(BIN)/pytest -m "$(SHORT)" $(TOGETHER:%=--ignore=%)
 
 test-long: install kernels-env engines-env operate-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
 	$(BIN)/pytest -m "long and not soak and not gpu and not vllm"
 
-soak: install ## The long forms of the fuzzing tests: some millions of cases
+soak: install ## The longest forms: millions of fuzzed inputs, 64 clients, a day; about an hour
 	$(BIN)/pytest -m soak
 
 mutation: install ## Put known bugs into a copy of the tree; its tests have to notice each: BUG="TTL"
