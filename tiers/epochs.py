@@ -29,6 +29,7 @@ NAMES = ("epochs", "epochs.copy")
 _MAGIC = b"KVEPOCH\x02"
 _HEAD = struct.Struct("<8sQII16s16sQ")
 _MAGIC_BEFORE = b"KVEPOCH\x01"  # had no origin
+_MAGIC_ANY = _MAGIC[:-1]
 _HEAD_BEFORE = struct.Struct("<8sQII")
 _ENTRY = struct.Struct("<32sQQ")
 _VOID = 1
@@ -254,8 +255,22 @@ def _read_copies(directory: Path) -> list[_Copy]:
                 f"{path} cannot be read ({error.strerror}); correct its permissions or remove it"
             ) from error
         with os.fdopen(fd, "rb") as file:
-            copies.append(_Copy(path, _parse(file.read())))
+            raw = file.read()
+        _refuse_unknown(path, raw)
+        copies.append(_Copy(path, _parse(raw)))
     return copies
+
+
+def _refuse_unknown(path: Path, raw: bytes) -> None:
+    """A sound file of a later version is no damage: it says which blocks are void, to others."""
+    is_sound = xxhash.xxh3_128_digest(raw[:-_SUM_BYTES]) == raw[-_SUM_BYTES:]
+    magic = raw[: len(_MAGIC)]
+    known = (_MAGIC, _MAGIC_BEFORE)
+    if is_sound and magic.startswith(_MAGIC_ANY) and magic not in known:
+        raise TierError(
+            f"{path} has format {magic[-1]}, this daemon knows {_MAGIC_BEFORE[-1]} and "
+            f"{_MAGIC[-1]}; use the daemon that made it or another directory"
+        )
 
 
 def _best(copies: list[_Copy]) -> _Table | None:

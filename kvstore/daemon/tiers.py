@@ -25,7 +25,7 @@ from kvstore.mover import (
 from kvstore.store.record import FileRecord, MemoryRecord, move_record
 from kvstore.tiers.base import AddressableTier, DeviceTier, Tier
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk.directory import FORMAT, check_empty, check_private
+from kvstore.tiers.disk.directory import FORMAT, check_empty, check_private, read_format
 from kvstore.tiers.epochs import EpochsFile
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.throttle import ThrottledTier
@@ -81,6 +81,7 @@ def open_tiers(config: Config) -> OpenTiers:
     path = Path(disk_config.path) if disk_config.path else None
     epochs: EpochsFile | None = None
     if path is not None:
+        read_format(path)  # of another version nothing is touched, its record neither
         epochs = move_record(path, shm, first=not (path / FORMAT).exists())
     elif shm is not None:
         epochs = EpochsFile(shm)

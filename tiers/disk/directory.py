@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvstore.core.entropy import random_token
 from kvstore.core.errors import TierError
-from kvstore.tiers.disk.layout import STORE_ID_BYTES, VERSION
+from kvstore.tiers.disk.layout import STORE_ID_BYTES, VERSION, VERSIONS_READ
 
 FORMAT, SEGMENTS, INDEX = "format.json", "segments", "index"
 ASIDE, LOADING = "index.damaged", "index.loading"
@@ -122,14 +122,20 @@ def read_format(path: Path) -> Format | None:
         store_id = bytes.fromhex(known["store_id"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    if version != VERSION:
-        raise TierError(
-            f"{path} has format {version}, this daemon knows {VERSION}; use the daemon that made "
-            "it or an empty directory"
-        )
+    check_version(path, version)
     if len(store_id) != STORE_ID_BYTES or not UNIT_SHIFT_MIN <= shift <= UNIT_SHIFT_MAX:
         return None
     return Format(store_id, shift)
+
+
+def check_version(path: Path, version: object) -> None:
+    """Raises TierError for a format that this program cannot take over."""
+    if version not in VERSIONS_READ:
+        known = " and ".join(map(str, VERSIONS_READ))
+        raise TierError(
+            f"{path} has format {version}, this daemon knows {known}; use the daemon that made "
+            "it or an empty directory"
+        )
 
 
 def write_format(path: Path, made: Format) -> None:

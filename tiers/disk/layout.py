@@ -22,6 +22,8 @@ from kvstore.tiers.disk.io import PAGE, whole_pages
 from kvstore.tiers.record import SlotRecord
 
 VERSION = 1
+VERSIONS_READ = (VERSION,)
+"""What this program can take over: its own format, and the one before once there is one."""
 STORE_ID_BYTES = 16
 CELLS = (1, 2)
 HEADER_BASE = 3 * PAGE
@@ -102,12 +104,18 @@ def pack_superblock(superblock: Superblock) -> bytes:
 
 def parse_superblock(raw: bytes) -> Superblock | None:
     """None if it is damaged or of another version."""
+    version = superblock_version(raw)
+    if version not in VERSIONS_READ:
+        return None
+    _, _, store_id, serial, unit_bytes, *numbers = _SUPERBLOCK.unpack_from(raw)
+    return Superblock(store_id, serial, unit_bytes, Geometry(*numbers))
+
+
+def superblock_version(raw: bytes) -> int | None:
+    """The version of a sound superblock, known or not; None if it is damaged or none."""
     if len(raw) != PAGE or raw[:8] != _SUPERBLOCK_MAGIC or not _is_sealed(raw, 0):
         return None
-    _, version, store_id, serial, unit_bytes, *numbers = _SUPERBLOCK.unpack_from(raw)
-    if version != VERSION:
-        return None
-    return Superblock(store_id, serial, unit_bytes, Geometry(*numbers))
+    return int(_SUPERBLOCK.unpack_from(raw)[1])
 
 
 def pack_cell(store_id: bytes, serial: int, sequence: int) -> bytes:
@@ -120,7 +128,8 @@ def parse_cell(raw: bytes, store_id: bytes, serial: int) -> int:
     if len(raw) != PAGE or raw[:8] != _CELL_MAGIC or not _is_sealed(raw, 0):
         return 0
     _, version, store, number, sequence = _CELL.unpack_from(raw)
-    return sequence if (version, store, number) == (VERSION, store_id, serial) else 0
+    known = version in VERSIONS_READ and (store, number) == (store_id, serial)
+    return sequence if known else 0
 
 
 def pack_header(record: SlotRecord, store_id: bytes, serial: int, index: int, size: int) -> bytes:
@@ -146,7 +155,9 @@ def parse_header(raw: bytes, store_id: bytes, serial: int, index: int) -> SlotRe
         _, version, codec, key_id, _, _, in_segment, in_slot, generation, epoch, length, position,
         shard, symbol_bytes, key, parent_key, checksum, space, root,
     ) = _HEADER.unpack_from(raw)  # fmt: skip
-    if (version, codec, key_id, in_segment, in_slot) != (VERSION, 0, 0, serial, index):
+    if version not in VERSIONS_READ or (codec, key_id, in_segment, in_slot) != (
+        0, 0, serial, index,
+    ):  # fmt: skip
         return None
     if _HEADER.size + symbol_bytes + _CHECK_BYTES > len(raw) or not generation:
         return None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.tiers.disk.directory import SEGMENTS, Format
+from kvstore.core.errors import TierError
+from kvstore.tiers.disk.directory import SEGMENTS, Format, check_version
 from kvstore.tiers.disk.io import OPEN_FLAGS, PAGE, FileIO, aligned
 from kvstore.tiers.disk.layout import (
     CELLS,
@@ -20,6 +21,7 @@ from kvstore.tiers.disk.layout import (
     parse_cell,
     parse_header,
     parse_superblock,
+    superblock_version,
 )
 from kvstore.tiers.disk.segments import SegmentFiles
 from kvstore.tiers.record import SlotRecord
@@ -84,7 +86,13 @@ class Scanner:
         except OSError:
             return None  # nobody can read it: as if it was not there
         segment = FoundSegment(name, serial, fd, os.fstat(fd).st_size)
-        superblock = parse_superblock(self._read_page(fd, 0))
+        raw = self._read_page(fd, 0)
+        try:
+            refuse_unknown(self._files.path, raw)
+        except TierError:
+            os.close(fd)
+            raise
+        superblock = parse_superblock(raw)
         if superblock is not None and self._is_ours(superblock):
             segment.serial, segment.geometry = superblock.serial, superblock.geometry
         self._read_cells(segment)
@@ -166,12 +174,21 @@ class Scanner:
         return self._page.tobytes()
 
 
+def refuse_unknown(path: Path, raw: bytes) -> None:
+    """Raises TierError for the superblock of another version: it holds blocks of somebody's."""
+    version = superblock_version(raw)
+    if version is not None:
+        check_version(path, version)
+
+
 def find_format(path: Path) -> Format | None:
     """What the first sound superblock says; None if there is none."""
     for name in sorted(os.listdir(path / SEGMENTS)):
         if _FILE_NAME.fullmatch(name) is not None:
             with open(path / SEGMENTS / name, "rb", opener=_no_follow) as file:
-                superblock = parse_superblock(file.read(PAGE))
+                raw = file.read(PAGE)
+            refuse_unknown(path, raw)
+            superblock = parse_superblock(raw)
             if superblock is not None:
                 return Format(superblock.store_id, superblock.unit_bytes.bit_length() - 1)
     return None

@@ -75,7 +75,7 @@ class SegmentFiles:
         self, path: Path, size_bytes: int, map_bytes: int, store_id: bytes, unit_bytes: int,
         direct: bool, io: FileIO,
     ) -> None:  # fmt: skip
-        self._path, self._io = path, io
+        self.path, self._io = path, io
         self._size_bytes, self._map_bytes = size_bytes, map_bytes
         self._store_id, self._unit_bytes = store_id, unit_bytes
         self.direct = direct
@@ -87,7 +87,7 @@ class SegmentFiles:
 
     def free_bytes(self) -> int:
         """What of the file system is free for segments: not what the index may still grow by."""
-        ahead = max(0, self._map_bytes - index_bytes(self._path))
+        ahead = max(0, self._map_bytes - index_bytes(self.path))
         return max(0, self._io.free_bytes(self.directory_fd) - ahead)
 
     def open(self, name: str) -> int:
@@ -148,17 +148,17 @@ class SegmentFiles:
         free = self.free_bytes()
         if free - length < reserve_bytes:
             raise TierError(
-                f"{self._path} is on a file system with {free} bytes free for segments, and "
+                f"{self.path} is on a file system with {free} bytes free for segments, and "
                 f"{reserve_bytes} are to stay so; free some space or lower tiers.disk.reserve"
             )
         if self._over_cap(length):
-            remove_aside(self._path)
+            remove_aside(self.path)
             if self._over_cap(length):
                 raise TierError(
-                    f"{self._path} would outgrow its {self._size_bytes} bytes; remove what is not "
+                    f"{self.path} would outgrow its {self._size_bytes} bytes; remove what is not "
                     "the daemon's own from it or raise tiers.disk.size"
                 )
 
     def _over_cap(self, length: int) -> bool:
-        index, rest = directory_bytes(self._path)
+        index, rest = directory_bytes(self.path)
         return rest + max(index, self._map_bytes) + length > self._size_bytes
