@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 from kvstore.core.space import Space
@@ -85,6 +86,11 @@ class EventLog:
                     listener(event)
         self._subscriptions.append(subscription)
         return subscription
+
+    def since(self, sequence: int, count: int) -> list[KVEvent]:
+        """Kept events from `sequence` on, at most so many."""
+        start = max(sequence - self.oldest, 0)
+        return list(islice(self._kept, start, start + count))
 
     def drop(self, subscription: Subscription) -> None:
         if subscription in self._subscriptions:

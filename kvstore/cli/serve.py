@@ -36,6 +36,9 @@ def command(
     configuration again, applies what needs no restart and names the rest in the log. The host pool
     stays for the next start, unless `kvstore drain --free` removes it; a disk tier always stays.
     """
+    # The library writes lines of its own past our logging, with bytes of its peers in them, as many
+    # as these like. It reads this when it is imported; who looks for a fault in it may set it.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from kvstore.core.clock import SystemClock
     from kvstore.daemon import serve
     from kvstore.daemon.reload import ConfigSource

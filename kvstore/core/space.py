@@ -14,11 +14,12 @@ class Space:
     Commits and records carry the epoch they belong to; an older one never counts. While it is
     `closing` (a clear is under way) nothing of it is found and nothing is taken in. Until it is
     `recorded`, that is written down, no block of it goes to disk: nobody would know it again.
+    `clear_count` tells answers of before a clear or a new epoch from those after it.
     """
 
     __slots__ = (
-        "block_bytes", "closing", "epoch", "id", "number", "pool", "recorded", "shard_count",
-        "slot_bytes", "spec", "tenant",
+        "block_bytes", "clear_count", "closing", "epoch", "id", "number", "pool", "recorded",
+        "shard_count", "slot_bytes", "spec", "tenant",
     )  # fmt: skip
 
     def __init__(self, number: int, spec: KVSpec, tenant: str, pool: str = "", epoch: int = 0):
@@ -29,10 +30,16 @@ class Space:
         self.pool = pool
         self.epoch = epoch
         self.closing = False
+        self.clear_count = 0
         self.recorded = True
         self.shard_count = spec.shard_count
         self.block_bytes = spec.block_bytes
         self.slot_bytes = slot_bytes(spec.block_bytes)
+
+    def close(self) -> None:
+        """From now on nothing of it is found, until it is open again and empty."""
+        self.closing = True
+        self.clear_count += 1
 
     @property
     def symbol_bytes_max(self) -> int:

@@ -48,6 +48,7 @@ LIMITS = (
     "leased_bytes_per_tenant", "pinned_bytes_per_session", "pinned_bytes_per_tenant",
     "reserved_bytes_per_session", "reserved_bytes_per_tenant", "staging_bytes",
     "queue_bytes_per_link", "inflight_message_bytes", "message_bytes", "max_blocks",
+    "subscriptions", "subscriptions_per_session",
 )  # fmt: skip
 
 

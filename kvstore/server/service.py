@@ -26,7 +26,7 @@ from kvstore.server.inline_put import InlinePut
 from kvstore.server.status import status_of
 from kvstore.server.steps import mapped
 from kvstore.server.streams import Cancel, Done, Emit, Restores, start_fetch
-from kvstore.server.subscription import EventStream
+from kvstore.server.subscription import Subscribers
 from kvstore.server.trace_stream import TraceStream
 from kvstore.store.kvstore import KVStore
 from kvstore.store.sessions import Session
@@ -64,6 +64,7 @@ class Service:
         self._counters = counters
         self.recorder = recorder
         self._restores = Restores(store)
+        self._subscribers = Subscribers(store)
         self.engine_calls = EngineCalls(store, self._restores)
         self.methods = tuple(
             _method(name, call) for name, call in zip(METHODS, self._unary_calls(), strict=True)
@@ -143,9 +144,7 @@ class Service:
         if method == "FetchInline":
             return start_fetch(self.store, session, request, emit, done)
         if method == "Subscribe":
-            tenants = None if session.role == "admin" else session.tenants
-            events = self.store.events
-            return EventStream(events, tenants, request.from_sequence, emit, done).cancel
+            return self._subscribers.start(session, request, emit, done)
         if method == "TraceStart":
             return TraceStream(self.store.tracer, request, emit, done).cancel
         raise NotImplementedYet(f"{method} does not answer in a stream on this transport")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
@@ -68,6 +69,28 @@ class Driver(Generic[T]):
             return self._steps.send(value)
         finally:
             self._running = False
+
+
+class Turns:
+    """Lets whoever waits go on, one after the other, with all other work in between."""
+
+    def __init__(self, defer: Callable[[Callable[[], None]], None]) -> None:
+        self._defer = defer
+        self._waiting: deque[Completion[None]] = deque()
+
+    def wait(self) -> Completion[None]:
+        turn: Completion[None] = Completion()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            self._defer(self._next)
+        return turn
+
+    def _next(self) -> None:
+        # Still in front while it goes on, so that one that waits again does not defer, too.
+        self._waiting[0].resolve(None)
+        self._waiting.popleft()
+        if self._waiting:
+            self._defer(self._next)
 
 
 def drive(steps: Steps[T]) -> Completion[T]:

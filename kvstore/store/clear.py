@@ -68,7 +68,7 @@ class ClearFlow:
     def _close(self, spaces: list[Space]) -> Completion[int]:
         """Nothing of `spaces` is found or taken in from now on."""
         for space in spaces:
-            space.closing = True
+            space.close()
         return Completion()
 
     def _write(
@@ -98,7 +98,7 @@ class ClearFlow:
         answer = Completion() if answer is None else answer
         left, removed = list(spaces), 0
         for space in spaces:
-            space.closing = True
+            space.close()
 
         def go_on() -> None:
             nonlocal removed

@@ -121,8 +121,9 @@ class LookupFlow:
             return result
         self._parts.decisions.add(attachment, query, result, plan)
         attachment.engine.keep_unleased(
-            self._key(attachment, query), result, _digest(query), local_tokens, self._expiry()
-        )
+            self._key(attachment, query), result, _digest(query), local_tokens, self._expiry(),
+            attachment.space.clear_count,
+        )  # fmt: skip
         return result
 
     def _grant(
@@ -285,7 +286,7 @@ class LookupFlow:
             # Ranks of an engine must do the same; nothing is leased that could tell them.
             return attachment.engine.unleased_result(
                 self._key(attachment, query), lambda: _digest(query), local_tokens,
-                self._parts.clock.now(),
+                self._parts.clock.now(), attachment.space.clear_count,
             )  # fmt: skip
         if not self._is_same(lease, query, local_tokens):
             return None

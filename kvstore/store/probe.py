@@ -12,6 +12,7 @@ from kvstore.mover import READ_LINK, Job, Moved
 from kvstore.policies.index import Span
 from kvstore.store.decisions import Entry
 from kvstore.store.evict import Remover
+from kvstore.store.lookup import cut_path
 from kvstore.store.parts import DISK, SLICE_BLOCKS, TIER_NAMES, Parts
 from kvstore.store.promote import Promoter
 
@@ -63,7 +64,7 @@ class DiskProbe:
             return None
         walk = index.walk(root, entry.chain)
         walk.step(SLICE_BLOCKS)
-        for run, start, stop in walk.path:
+        for run, start, stop in cut_path(walk.path, walk.ready_blocks):
             there: Any = (index.places_grid(run, start, stop)[:, DISK] >= 0).all(axis=1)
             if there.any():
                 first = int(there.argmax())

@@ -33,6 +33,7 @@ class Unleased(NamedTuple):
     digest: bytes
     local_tokens: int
     until: float
+    clear_count: int
 
 
 class Engine:
@@ -49,7 +50,7 @@ class Engine:
 
     def keep_unleased(
         self, key: tuple[int, str], result: LookupResult, digest: bytes, local_tokens: int,
-        until: float,
+        until: float, clear_count: int,
     ) -> None:  # fmt: skip
         """Remembers an answer that leased nothing, for the other ranks and a repeat."""
         if not key[1]:
@@ -57,16 +58,18 @@ class Engine:
         self.unleased.pop(key, None)
         if len(self.unleased) >= UNLEASED_MAX:
             del self.unleased[next(iter(self.unleased))]
-        self.unleased[key] = Unleased(result, digest, local_tokens, until)
+        self.unleased[key] = Unleased(result, digest, local_tokens, until, clear_count)
 
     def unleased_result(
-        self, key: tuple[int, str], digest: Callable[[], bytes], local_tokens: int, now: float
-    ) -> LookupResult | None:
+        self, key: tuple[int, str], digest: Callable[[], bytes], local_tokens: int, now: float,
+        clear_count: int,
+    ) -> LookupResult | None:  # fmt: skip
         """What an identical lookup was answered that leased nothing; None if there was none."""
         known = self.unleased.get(key)
         if known is None:
             return None
-        if now < known.until and (known.digest, known.local_tokens) == (digest(), local_tokens):
+        asked = (known.clear_count, known.local_tokens, known.digest)
+        if now < known.until and asked == (clear_count, local_tokens, digest()):
             return known.result
         del self.unleased[key]
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import http2
 import pytest
 from daemons import SPEC, DaemonProcess, Tagged, eventually
 
@@ -43,6 +46,25 @@ def assert_one_sentence(error: str, *words: str) -> None:
     assert lines[0].startswith("kvstore: ")
     for word in words:
         assert word in lines[0]
+
+
+# ---- What peers may write into its log ----
+
+
+def test_garbage_does_not_reach_the_log() -> None:
+    """I19: no bytes that a peer sends as HTTP/2 come into the daemon's log, and there is nothing in
+    it but lines of its own, however many such peers there are."""
+    draw, mark = random.Random(1), b"bytes-of-a-peer"
+    with DaemonProcess("16MiB", f'{QUICK}logging.format = "json"\n') as made:
+        for _ in range(60):
+            kinds = draw.sample(range(12), 8)
+            frames = [http2.frame(kind, 0, 0, draw.randbytes(8) + mark) for kind in kinds]
+            goaway = http2.frame(7, 0, 0, bytes(8) + mark + b"\n2026-11-30 ERROR all is lost")
+            http2.send(made.socket, [http2.PREFACE, http2.frame(4, 0, 0, b""), goaway, *frames])
+        made.status()
+        lines = made.log.splitlines()
+    assert all(json.loads(line)["part"].startswith("kvstore.") for line in lines), lines
+    assert mark.decode() not in "".join(lines)
 
 
 # ---- One at a time ----

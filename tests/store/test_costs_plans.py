@@ -24,7 +24,7 @@ from planned import (
     to_disk,
 )  # fmt: skip
 
-from kvstore.core.plan import RECOMPUTE, FailedBlocks, LookupResult
+from kvstore.core.plan import RECOMPUTE, BlockOutcome, FailedBlocks, LookupResult
 from kvstore.store.probe import PROBE_SECONDS, RECENT_SECONDS
 from kvstore.testing import MemoryTier
 from kvstore.tiers.throttle import ThrottledTier
@@ -132,6 +132,20 @@ def test_ranks_and_repeats_do_the_same(two_tiers: Callable[..., Desk]) -> None:
     assert ask(engine, request_id="other").plan.kind == "load_all"
     desk.kv.finish_request(engine.attachment, "r")
     assert ask(twin, request_id="r").plan.kind == "load_all"
+
+
+@pytest.mark.parametrize("how", ["clear", "bump_epoch"])
+def test_a_repeat_does_not_outlive_a_clear(two_tiers: Callable[..., Desk], how: str) -> None:
+    """What was found and not worth loading is not found by a repeat once the space is cleared."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    assert ask(engine, request_id="r").matched_tokens == 160
+    emptied = getattr(desk.kv, how)(engine.space.id)
+    assert ask(engine, request_id="r").matched_tokens == 0
+    desk.wait(emptied)
+    assert ask(engine, request_id="r").matched_tokens == 0
 
 
 def test_a_deadline_and_a_busy_gpu_count(two_tiers: Callable[..., Desk]) -> None:
@@ -319,3 +333,20 @@ def test_a_disk_that_got_fast_is_found_out(make_desk: Callable[..., Desk]) -> No
         desk.advance(RECENT_SECONDS)
         desk.settle()
     assert read.sample_count <= count + RECENT_SECONDS / PROBE_SECONDS
+
+
+def test_what_is_being_put_again_is_not_looked_for_on_disk(
+    two_tiers: Callable[..., Desk],
+) -> None:
+    """The disk is not tried for a prompt that left it meanwhile and is being put anew."""
+    desk = two_tiers()
+    engine = desk.engine()
+    to_disk(desk, engine)
+    measure(desk, engine, SLOW)
+    assert ask(engine).plan.kind == "recompute_all"
+    desk.wait(desk.kv.clear(engine.space.id))
+    assert engine.reserve(TOKENS).outcomes == bytes([BlockOutcome.WANTED] * BLOCKS)
+    read = desk.kv.parts.costs.link(desk.kv.parts.costs.read_link)
+    count = read.sample_count
+    desk.advance(3 * PROBE_SECONDS)
+    assert read.sample_count == count
