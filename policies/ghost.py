@@ -14,15 +14,17 @@ from kvstore.core.space import Space
 from kvstore.policies.accounts import pool_in
 from kvstore.policies.base import Model
 from kvstore.policies.ghost_disk import DISK, HOST, DiskTier, Places
+from kvstore.policies.ghost_hbm import HbmTier
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 
 
 class Hit(NamedTuple):
-    """What a request found: leading blocks in all, and how many of these were on disk only."""
+    """What a request found: leading blocks in all; of these on disk only, with copies in hbm."""
 
     blocks: int
     disk_blocks: int = 0
+    hbm_blocks: int = 0
 
 
 class Ghost:
@@ -30,7 +32,7 @@ class Ghost:
 
     `host_bytes` are the capacities of the host pools; without `disk_bytes` there is no disk tier.
     At most `daily_bytes` are written to it in a day, 0 without a limit. What `residency` is told of
-    requests is the caller's to tell; `models` are told by others.
+    requests is the caller's to tell; `models` are told by others. `hbm` has copies of host blocks.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Ghost:
         disk_bytes: int | None = None,
         daily_bytes: float = 0.0,
         models: Iterable[Model] = (),
+        hbm: HbmTier | None = None,
     ) -> None:
         self.host_bytes = dict(host_bytes)
         self.disk_bytes = disk_bytes
@@ -49,6 +52,7 @@ class Ghost:
         self.index = PrefixIndex(1 if disk_bytes is None else 2)
         self.residency.attach(self.index)
         self._places = Places()
+        self.hbm = hbm
         self._disk: DiskTier | None = None
         if disk_bytes is not None:
             self._disk = DiskTier(self.residency, self.host_bytes, daily_bytes)
@@ -60,26 +64,28 @@ class Ghost:
 
     def serve(self, space: Space, root: bytes, chain: Chain, seconds: float = 0.0) -> Hit:
         """Looks a chain up and stores it, whole; `seconds` is when."""
-        hit = self.store(space, root, chain)
+        hit = self.store(space, root, chain, seconds)
         for _ in self.make_room(space, seconds):
             pass
         return hit
 
-    def store(self, space: Space, root: bytes, chain: Chain) -> Hit:
+    def store(self, space: Space, root: bytes, chain: Chain, seconds: float = 0.0) -> Hit:
         """The same, but room is the caller's to make before anything else comes."""
         index = self.index
         walk = index.walk(index.root(space, root), chain)
         walk.finish()
         found = walk.ready_blocks
-        on_disk = 0
+        on_disk = on_gpu = 0
         if found:
             path = self.residency.access(walk.path)
             if self._disk is not None:
                 on_disk = self._disk.promote(path, self._places)
+            if self.hbm is not None:
+                on_gpu = self.hbm.load(index.places(path, HOST, 0).tolist(), seconds)
         missing = chain.block_count - found
         if missing:
             index.extend(walk, HOST, self._places.take(missing))
-        return Hit(found, on_disk)
+        return Hit(found, on_disk, on_gpu)
 
     def make_room(self, space: Space, seconds: float) -> Iterator[None]:
         """Writes what is due on disk, then evicts to the capacities; a step is one run."""
@@ -94,7 +100,9 @@ class Ghost:
         over = residency.accounts.used(tier, pool) - capacity_bytes
         if over > 0 or residency.room(tier, pool, space.tenant) < 0:
             for drop in residency.make_room(tier, pool, space.tenant, max(0, over)):
-                self.index.drop(drop.run, drop.keep, tier)
+                removed = self.index.drop(drop.run, drop.keep, tier)
+                if self.hbm is not None:
+                    self.hbm.gone(removed.places[HOST])
                 yield
 
     def empty(self) -> Iterator[None]:

@@ -40,6 +40,10 @@ class Promotion:
     def __len__(self) -> int:
         return len(self._copies)
 
+    def has(self, place: int) -> bool:
+        """Whether the block has a copy."""
+        return place in self._copies
+
     def loaded(self, places: Sequence[int], now: float, spared: float) -> list[int]:
         """Blocks were loaded, in the order of the prompt; answers with those worth a copy.
 

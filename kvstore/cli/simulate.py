@@ -16,8 +16,9 @@ import click
 from kvstore.cli.output import json_option, print_json, print_table
 from kvstore.core.sizes import parse_size
 
-TIERS = ("host", "disk")  # those that are simulated
-LINKS = {"host>hbm": "host", "disk>host": "disk"}
+TIERS = ("host", "disk")  # those whose sizes are compared
+HBM = "hbm"  # of one size: copies of host blocks, on all GPUs together
+LINKS = {"host>hbm": "host", "disk>host": "disk", "hbm>hbm": "hbm"}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TIME = re.compile(r"([0-9.]+)\s*(us|ms|s)")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -37,7 +38,7 @@ _ENGINE_OPTIONS = (
     ),
     click.option(
         "--link", "links", multiple=True, metavar="NAME=RATE[,LATENCY]",
-        help="host>hbm or disk>host, such as disk>host=6GB/s,100us.",
+        help="host>hbm, disk>host or hbm>hbm, such as disk>host=6GB/s,100us.",
     ),
     click.option(
         "--prefill", metavar="A,B,C", default="10ms,32us,1.3e-9", show_default=True,
@@ -74,7 +75,8 @@ _ENGINE_OPTIONS = (
 )
 @click.option(
     "--tier", "tiers", multiple=True, required=True, metavar="TIER=SIZE[,SIZE...]",
-    help="host=64GiB, or a share of the trace's unique blocks: host=5%,10%; then disk=...",
+    help="host=64GiB, or a share of the trace's unique blocks: host=5%,10%; then disk=...; "
+    "hbm=SIZE for copies of host blocks on all GPUs together.",
 )  # fmt: skip
 @click.option(
     "--hints", metavar="oracle:ACCURACY",
@@ -136,7 +138,7 @@ def command(
         exact=solver() if exact_bounds else None,
     )  # fmt: skip
     bench = Bench(setup)
-    sizes = sizes_of(tiers, bench)
+    sizes = sizes_of(with_hbm(tiers, bench), bench)
     jobs = engine["jobs"] or os.cpu_count() or 1
     with counting_bar("simulating", task_count(policies, sizes)) as advance:
         document = simulate(bench, policies, sizes, jobs, advance)
@@ -255,6 +257,17 @@ def _prefill(text: str) -> list[float]:
             param_hint="--prefill",
         )
     return values
+
+
+def with_hbm(tiers: tuple[str, ...], bench: Any) -> tuple[str, ...]:
+    """Tells the bench of a tier hbm, if one is given; answers with the others."""
+    given = [text for text in tiers if text.partition("=")[0] == HBM]
+    if len(given) > 1 or any("," in text for text in given):
+        raise click.BadParameter("hbm has one size; write hbm=SIZE once", param_hint="--tier")
+    for text in given:
+        blocks = _blocks(HBM, text.partition("=")[2], bench)
+        bench.setup = bench.setup._replace(hbm_blocks=blocks)
+    return tuple(text for text in tiers if text not in given)
 
 
 def sizes_of(tiers: tuple[str, ...], bench: Any) -> list[tuple[int, ...]]:

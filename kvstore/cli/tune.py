@@ -13,7 +13,7 @@ import click
 
 from kvstore.cli.output import json_option, print_json, print_table
 from kvstore.cli.replay import size_value
-from kvstore.cli.simulate import engine_options, policies_of, setup_of
+from kvstore.cli.simulate import HBM, engine_options, policies_of, setup_of, with_hbm
 from kvstore.core.sizes import format_bytes
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -33,6 +33,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--disk-max", callback=size_value, metavar="SIZE", help="Most disk there is.")
 @click.option("--no-disk", is_flag=True, help="Host memory only.")
 @click.option(
+    "--hbm", metavar="SIZE", help="Copies of host blocks on the GPUs, as a size or share; no price."
+)  # fmt: skip
+@click.option(
     "--endurance-dwpd", type=click.FloatRange(0, 1e6), default=0.0, show_default=True,
     help="Hold the disk to so many drive writes a day; 0: only the price of its wear does.",
 )  # fmt: skip
@@ -49,6 +52,7 @@ def command(
     host_max: int | None,
     disk_max: int | None,
     no_disk: bool,
+    hbm: str | None,
     endurance_dwpd: float,
     policy_text: str,
     as_json: bool,
@@ -68,6 +72,8 @@ def command(
         raise click.UsageError("--no-disk and --disk-max exclude each other; leave one out")
     policies, prices = policies_of(policy_text), load_prices(price_file)
     bench = Bench(setup_of(trace, engine, endurance_dwpd=endurance_dwpd))
+    if hbm is not None:
+        with_hbm((f"{HBM}={hbm}",), bench)
     limits = Limits(budget, host_max, 0 if no_disk else disk_max)
     jobs = min(2, engine["jobs"] or os.cpu_count() or 1)
     with Workers(bench, jobs) as workers, _probing() as advance:
@@ -79,6 +85,7 @@ def command(
         "prices": {name: getattr(prices, name) for name in prices.__struct_fields__},
         "budget_per_month": budget,
         "endurance_dwpd": endurance_dwpd,
+        "hbm_blocks": bench.setup.hbm_blocks,
     }
     document = {**facts, **found}
     if as_json:

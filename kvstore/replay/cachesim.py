@@ -17,6 +17,7 @@ from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices
 from kvstore.policies.ghost import Ghost, Hit
 from kvstore.policies.ghost_disk import DISK
+from kvstore.policies.ghost_hbm import HbmTier
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.replay.cachesim_workload import ROOT, Workload
@@ -27,6 +28,8 @@ DISK_BLOCK_SECONDS = 0.011285
 
 class CacheResult(NamedTuple):
     """What a simulation came to. Ratios are 0 to 1; `tier_tokens` has hit tokens by tier.
+
+    Those of host are without `hbm_tokens`, which had copies on a GPU.
 
     `passed_blocks` were due for the disk and not worth a write.
     """
@@ -42,6 +45,8 @@ class CacheResult(NamedTuple):
     passed_blocks: int
     seconds: float
     references_per_second: float
+    hbm_tokens: int = 0
+    promoted_blocks: int = 0
 
 
 class CacheSimulation:
@@ -49,7 +54,8 @@ class CacheSimulation:
 
     `capacities` are the blocks of host and, if there is one, of disk, from where a block is back in
     `disk_seconds` and where `disk_daily_bytes` may be written, 0 without a limit. With `prices`
-    only what is worth it is, without all that is due.
+    only what is worth it is, without all that is due. `hbm` has copies of host blocks; every hit is
+    a load, as if no plan computed it anew.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class CacheSimulation:
         disk_seconds: float = DISK_BLOCK_SECONDS,
         disk_daily_bytes: float = 0.0,
         prices: Prices | None = None,
+        hbm: HbmTier | None = None,
     ) -> None:
         if not 1 <= len(capacities) <= 2 or min(capacities) < 0:
             raise InvalidRequest(f"capacities is {capacities}; pass blocks of host, or host, disk")
@@ -68,7 +75,7 @@ class CacheSimulation:
         slot_bytes = next(iter(workload.spaces.values())).slot_bytes
         host_bytes, *rest = [blocks * slot_bytes for blocks in capacities]
         disk_bytes = rest[0] if rest else None
-        self._ghost = Ghost(policy, {"": host_bytes}, disk_bytes, disk_daily_bytes)
+        self._ghost = Ghost(policy, {"": host_bytes}, disk_bytes, disk_daily_bytes, hbm=hbm)
         if self.disk:
             self.residency.set_restore(DISK, disk_seconds, 0.0)
         if disk_bytes is not None and prices is not None:
@@ -116,7 +123,9 @@ class CacheSimulation:
         hit_blocks, size = int(blocks.sum()), workload.block_size
         references = sum(len(request.hash_ids) for request in workload.requests[:done])
         tokens = sum(request.input_length for request in workload.requests[:done])
-        by_tier = (hit_blocks - on_disk, on_disk) if self.disk else (hit_blocks,)
+        on_gpu = int(sum(hit.hbm_blocks for hit in self.hits))
+        in_host = hit_blocks - on_disk - on_gpu
+        by_tier = (in_host, on_disk) if self.disk else (in_host,)
         return CacheResult(
             policy=self.residency.policy_name,
             capacity_blocks=self.capacities,
@@ -125,6 +134,8 @@ class CacheSimulation:
             saved_seconds=saved,
             saved_ratio=saved / max(1e-12, float(workload.prefill_seconds[:done].sum())),
             tier_tokens=tuple(size * n for n in by_tier),
+            hbm_tokens=size * on_gpu,
+            promoted_blocks=0 if self._ghost.hbm is None else self._ghost.hbm.promoted_blocks,
             written_blocks=self._ghost.written_blocks,
             passed_blocks=self.residency.passed_blocks,
             seconds=seconds,

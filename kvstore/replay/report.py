@@ -148,7 +148,9 @@ def _same_size(result: Result, policy: str, results: list[Result]) -> Result | N
 
 
 def _capacities(result: Result) -> tuple[int, ...]:
-    return tuple(tier["capacity_blocks"] for tier in result["tiers"].values())
+    """Blocks of host, and of disk if there is one; a tier hbm is of one size in all results."""
+    tiers = result["tiers"].items()
+    return tuple(tier["capacity_blocks"] for name, tier in tiers if name != "hbm")
 
 
 def _block_bytes(result: Result) -> int:

@@ -18,6 +18,7 @@ from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices
 from kvstore.policies.cost import CallCost
 from kvstore.policies.ghost import Hit
+from kvstore.policies.ghost_hbm import HbmTier
 from kvstore.replay.bounds import Optimum, optimum
 from kvstore.replay.cachesim import CacheResult, CacheSimulation
 from kvstore.replay.cachesim_workload import Workload
@@ -40,6 +41,7 @@ class Setup(NamedTuple):
     `endurance_dwpd` bounds what is written to disk, in drive writes a day; 0 does not. By `prices`
     it is judged what is worth a write; with None all that is due is written.
     `hints` is the accuracy of made-up hints that a prompt will be continued; None gives none.
+    `hbm_blocks` are copies of host blocks that all GPUs have room for; 0 is no such tier.
     `exact`, if any, answers with the most seconds that can be saved, as `exact_upper` does.
     """
 
@@ -52,6 +54,7 @@ class Setup(NamedTuple):
     endurance_dwpd: float = 0.0
     prices: Prices | None = Prices()
     exact: Callable[[TraceColumns, int, CallCost], float] | None = None
+    hbm_blocks: int = 0
 
 
 class Cell(NamedTuple):
@@ -85,7 +88,12 @@ class Bench:
         """The engines, given what each request found."""
         size = self.trace.block_size
         found = [
-            Found((hit.blocks - hit.disk_blocks) * size, hit.disk_blocks * size) for hit in hits
+            Found(
+                (hit.blocks - hit.disk_blocks - hit.hbm_blocks) * size,
+                hit.disk_blocks * size,
+                hit.hbm_blocks * size,
+            )
+            for hit in hits
         ]
         model = EngineModel(self.costs, self.arrivals, self.trace.inputs, size, self.setup.seed)
         return model.serve(found)
@@ -110,11 +118,18 @@ class Bench:
         if len(cell.capacities) > 1:
             limit = setup.endurance_dwpd * cell.capacities[1] * self._block_bytes
         back = costs.disk.seconds(self._block_bytes)
+        hbm = HbmTier(setup.hbm_blocks, self._spared) if setup.hbm_blocks else None
         made = CacheSimulation(
-            self.workload, cell.policy, cell.capacities, back, limit, cell.prices or setup.prices
-        )
+            self.workload, cell.policy, cell.capacities, back, limit, cell.prices or setup.prices,
+            hbm,
+        )  # fmt: skip
         made.residency.set_rates(None, costs.cost.token_seconds, costs.cost.pair_seconds)
         return made
+
+    def _spared(self, blocks: int) -> float:
+        """The share of a load's seconds from host that copies on the GPU spare."""
+        size = blocks * self._block_bytes
+        return 1.0 - self.costs.hbm.seconds(size) / self.costs.host.seconds(size)
 
     def saved_seconds(self, hits: Sequence[Hit]) -> float:
         """Prefill seconds of the hit blocks: b n + c n^2/2 for n tokens."""
@@ -152,6 +167,9 @@ class Bench:
 
     def _tiers(self, result: CacheResult) -> dict[str, Any]:
         tokens, unique = self.workload.input_tokens, self.workload.unique_blocks
+        found = list(zip(TIERS, result.capacity_blocks, result.tier_tokens, strict=False))
+        if self.setup.hbm_blocks:
+            found.append(("hbm", self.setup.hbm_blocks, result.hbm_tokens))
         return {
             name: {
                 "capacity_fraction": capacity / unique,
@@ -159,9 +177,7 @@ class Bench:
                 "capacity_bytes": capacity * self._block_bytes,
                 "token_hit_ratio": hit / max(tokens, 1),
             }
-            for name, capacity, hit in zip(
-                TIERS, result.capacity_blocks, result.tier_tokens, strict=False
-            )
+            for name, capacity, hit in found
         }
 
     @property
@@ -171,7 +187,11 @@ class Bench:
     def _bytes(self, result: CacheResult, served: Served, saved: float) -> dict[str, Any]:
         restored = served.restored_token_count * self.costs.bytes_per_token
         full = int((self.trace.inputs // self.trace.block_size).sum())
-        links = {"host>hbm": restored, "hbm>host": (full - result.hit_blocks) * self._block_bytes}
+        from_host = restored - served.hbm_read_bytes
+        links = {"host>hbm": from_host, "hbm>host": (full - result.hit_blocks) * self._block_bytes}
+        if self.setup.hbm_blocks:
+            links["hbm>hbm"] = served.hbm_read_bytes
+            links["host>arena"] = result.promoted_blocks * self._block_bytes
         if len(result.capacity_blocks) > 1:
             links["disk>host"] = served.disk_read_bytes
             links["host>disk"] = result.written_blocks * self._block_bytes

@@ -20,7 +20,7 @@ from kvstore.policies.planner import Costs, Decision, Segment, Situation, decide
 # Of what prefills without a store would take, so many engines leave a fifth idle.
 BUSY_SHARE = 0.8
 BYTES_PER_TOKEN = 131_072
-HOST_LINK, DISK_LINK = "host>hbm", "disk>host"
+HOST_LINK, DISK_LINK, HBM_LINK = "host>hbm", "disk>host", "hbm>hbm"
 P99_SIGMAS = 2.326  # of a normal distribution
 
 
@@ -38,19 +38,29 @@ class EngineCosts(NamedTuple):
     engine_count: int = 1
     deadline_seconds: float | None = None
     noise: float = 0.0
+    hbm: LinkCost = LinkCost.of(20e-6, 1e12)
 
     def planned(self, sigmas: float = 0.0) -> Costs:
         """What the planner is told: the costs, or those that are rarely exceeded."""
         factor = math.exp(self.noise * sigmas)
-        links = {HOST_LINK: self.host.times(factor), DISK_LINK: self.disk.times(factor)}
+        links = {
+            HOST_LINK: self.host.times(factor),
+            DISK_LINK: self.disk.times(factor),
+            HBM_LINK: self.hbm.times(factor),
+        }
         return Costs(self.cost.times(factor), links)
 
 
 class Found(NamedTuple):
-    """Tokens of a prompt that lie in host, and those behind them that lie on disk only."""
+    """Tokens of a prompt in host, those behind them on disk only, and before both on the GPU."""
 
     host_tokens: int = 0
     disk_tokens: int = 0
+    hbm_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self)
 
 
 class Served(NamedTuple):
@@ -63,6 +73,7 @@ class Served(NamedTuple):
     predicted_misses: int
     unpredicted_misses: int
     recomputed_requests: int
+    hbm_read_bytes: int = 0
 
     @property
     def restored_token_count(self) -> int:
@@ -101,14 +112,14 @@ class _Link:
 
 
 class _Engine:
-    """One engine's queue, and its own link from host memory."""
+    """One engine's queue, and its own links from host memory and from its GPU's own."""
 
     def __init__(self, costs: EngineCosts) -> None:
         self._costs = costs
         self._queue: list[_Job] = []
         self.free = 0.0
         self._queued_seconds = 0.0
-        self.link = _Link(costs.host)
+        self.link, self.hbm = _Link(costs.host), _Link(costs.hbm)
 
     def add(self, job: _Job) -> None:
         self._queue.append(job)
@@ -177,7 +188,7 @@ class EngineModel:
         self._expected = np.zeros(len(inputs), dtype=bool)
         self._residual = np.zeros(len(inputs))
         self._restored = np.zeros(len(inputs), dtype=np.int64)
-        self._disk_bytes = self._recomputed = 0
+        self._disk_bytes = self._hbm_bytes = self._recomputed = 0
 
     def serve(self, found: list[Found]) -> Served:
         """All requests."""
@@ -196,6 +207,7 @@ class EngineModel:
             int((missed & self._expected).sum()),
             int((missed & ~self._expected).sum()),
             self._recomputed,
+            self._hbm_bytes,
         )
 
     def _request(self, number: int, found: Found) -> None:
@@ -207,9 +219,12 @@ class EngineModel:
         self._expected[number] = decision.is_predicted_miss
         kept = decision.restore_tokens
         moved = decision.link_bytes
+        near = moved.get(HBM_LINK, 0)
         ready = max(
             engine.link.carry(now, moved.get(HOST_LINK, 0), self._pace()),
             self._disk.carry(now, moved.get(DISK_LINK, 0), self._pace()),
+            # Without copies on the GPU no pace is drawn for them.
+            engine.hbm.carry(now, near, self._pace()) if near else now,
         )
         # A prompt that is in the store as a whole still has its last token computed.
         cached = min(kept, max(0, length - 1))
@@ -217,7 +232,8 @@ class EngineModel:
         self._residual[number] = self._costs.cost.seconds(length - cached, cached)
         self._restored[number] = kept
         self._disk_bytes += moved.get(DISK_LINK, 0)
-        self._recomputed += kept < found.host_tokens + found.disk_tokens
+        self._hbm_bytes += near
+        self._recomputed += kept < found.tokens
 
     def _pace(self) -> float:
         return math.exp(self._rng.gauss(0.0, self._costs.noise)) if self._costs.noise else 1.0
@@ -225,18 +241,20 @@ class EngineModel:
     def _decide(self, engine: _Engine, now: float, length: int, found: Found) -> Decision:
         """The planner's answer to what is found and queued now."""
         costs, size = self._costs, self._costs.bytes_per_token
-        host, disk = found
+        host, disk, hbm = found
         segments = (
+            Segment(hbm, hbm * size, "hbm", (HBM_LINK,)),
             Segment(host, host * size, "host", (HOST_LINK,)),
             Segment(disk, disk * size, "disk", (DISK_LINK, HOST_LINK)),
         )
         queued = {
             HOST_LINK: engine.link.queued_bytes(now),
             DISK_LINK: self._disk.queued_bytes(now),
+            HBM_LINK: engine.hbm.queued_bytes(now),
         }
         situation = Situation(
             tuple(segment for segment in segments if segment.tokens),
-            length - host - disk,
+            length - found.tokens,
             block_size=self._block_size,
             deadline_seconds=costs.deadline_seconds,
             queued_bytes=queued,

@@ -21,6 +21,7 @@ from kvstore.core.completion import Completion
 from kvstore.core.errors import FailedPrecondition, InvalidRequest, TierError
 from kvstore.mover import ARENA_OUT_LINK, PEER_LINK, Moved
 from kvstore.policies.cost import LinkIdentity
+from kvstore.policies.index import Span
 from kvstore.policies.promotion import PROMOTED_A_LOAD
 from kvstore.store.costs import ENGINE_PRIOR, PRIORS, SAMPLES_MIN
 from kvstore.store.evict import Remover
@@ -262,7 +263,7 @@ class HbmCopies:
     # ---- Up, and from GPU to GPU ----
 
     def _promote(
-        self, gpu: GpuCopies, path: Sequence[object], places: list[int], attachment: Attachment
+        self, gpu: GpuCopies, path: Sequence[Span], places: list[int], attachment: Attachment
     ) -> None:
         """Begins to copy up what is worth it, now that these blocks were loaded."""
         now = self._parts.clock.now()
