@@ -37,6 +37,7 @@ class Section(NamedTuple):
     spread: bool = False
 
 
+DRY = ("engine_side",)  # sections that a driver without a GPU can try out
 SECTIONS = (
     Section("attention_matrix", "attention_matrix", 110, spread=True),
     Section("copy_matrix", "copy_matrix", 60, spread=True),
@@ -45,6 +46,7 @@ SECTIONS = (
     Section("decode", "decode", 80),
     Section("copies", "copies", 45),
     Section("restore", "restore", 70),
+    Section("engine_side", "engine_side", 60),
     Section("extend", "extend", 50),
     Section("sharing", "sharing", 45),
     Section("host_memory", "host_memory", 20),
@@ -95,8 +97,10 @@ class Worker:
 class Check:
     """A run: its workers, its deadline, and the results so far."""
 
-    def __init__(self, path: Path, seconds: float, environment: dict[str, str]) -> None:
-        self.path, self.environment = path, environment
+    def __init__(
+        self, path: Path, seconds: float, environment: dict[str, str], driver: str = ""
+    ) -> None:
+        self.path, self.environment, self.driver = path, environment, driver
         self.started = time.monotonic()
         self.deadline = self.started + seconds
         self.results: dict[str, Any] = {}
@@ -130,7 +134,10 @@ class Check:
 
     def request(self, section: Section, budget: float, **more: int) -> dict[str, Any]:
         name = section.module
-        return {"section": name, "seconds": budget * 0.9, "results": self.results, **more}
+        return {
+            "section": name, "seconds": budget * 0.9, "results": self.results,
+            "driver": self.driver, **more,
+        }  # fmt: skip
 
     def one(self, section: Section, budget: float) -> dict[str, Any]:
         self.fill(2)
@@ -219,13 +226,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file that the results go to")
     parser.add_argument("--seconds", type=float, default=470, help="time for everything")
     parser.add_argument("--only", default="", help="sections to run, by comma")
+    parser.add_argument(
+        "--dry-run", default="", metavar="LIBRARY",
+        help="try the sections out that can do without a GPU, on a driver that has none",
+    )  # fmt: skip
     options = parser.parse_args()
     wanted = [name for name in options.only.split(",") if name]
     unknown = set(wanted) - {section.name for section in SECTIONS}
+    if options.dry_run:
+        wanted = wanted or list(DRY)
+        unknown |= set(wanted) - set(DRY)
     if unknown:
         parser.error(f"unknown sections {sorted(unknown)}")
     with tempfile.TemporaryDirectory() as folder:
-        check = Check(options.json, options.seconds, environment_for(Path(folder)))
+        environment = environment_for(Path(folder))
+        check = Check(options.json, options.seconds, environment, options.dry_run)
         check.run([s for s in SECTIONS if not wanted or s.name in wanted])
     sys.path.insert(0, str(HERE))
     from gpu_sections.table import table

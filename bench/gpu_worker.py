@@ -23,6 +23,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         results=request["results"],
         part=request.get("part", 0),
         parts=request.get("parts", 1),
+        driver=request.get("driver", ""),
     )
     answer: dict[str, Any] = {}
     try:

@@ -13,12 +13,16 @@ import torch
 
 @dataclass
 class Context:
-    """A section's deadline, the results of earlier sections, and its share of the cases."""
+    """A section's deadline, the results of earlier sections, and its share of the cases.
+
+    `driver` is a library that stands in for the CUDA driver on a dry run.
+    """
 
     deadline: float
     results: dict[str, Any] = field(default_factory=dict)
     part: int = 0
     parts: int = 1
+    driver: str = ""
 
     @property
     def left(self) -> float:

@@ -68,6 +68,21 @@ def _restore(result: dict[str, Any]) -> list[str]:
     return [*lines, f"wrong: {len(result['wrong'])}"]
 
 
+def _engine_side(result: dict[str, Any]) -> list[str]:
+    lines = ["a dry run: no rate here means anything"] if result["is_dry"] else []
+    known = result["registration"]
+    lines.append(f"registered {known['bytes'] >> 20} MiB; {known['problems'] or 'no problem'}")
+    for one in result["calibrations"]:
+        least = one["chosen_run_bytes"] >> 10
+        lines.append(f"runs of {one['run_bytes'] >> 10} KiB: pieces from {least} KiB on")
+    for row in result["rows"]:
+        ratio = row.get("h2d_ceiling_ratio", row.get("d2h_ceiling_ratio", float("nan")))
+        value = row.get("error") or f"{_gb(row['bytes_per_second'])} = {ratio:.2f} of the link"
+        name = f"{row['work']} {row['way']} {row['run_bytes'] >> 10} KiB, {row['overlap']}"
+        lines.append(f"{name:34} {value}"[:120])
+    return [*lines, f"wrong: {len(result['wrong'])}"]
+
+
 def _rows(result: dict[str, Any]) -> list[str]:
     """Sections that make their own lines: each row's `line`."""
     return [str(row["line"]) for row in result["rows"]]

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.client.gpu.memory import Copies, EngineMemory
 from kvstore.cuda.device import Device, Stream
+from kvstore.cuda.driver import CudaError
 
 DEFAULT_RUN_BYTES = 64 << 10
 SIZES = tuple(1 << shift for shift in range(12, 19))
@@ -58,8 +59,12 @@ class _Bench:
     def __init__(self, device: Device, size: int) -> None:
         self._device, self._size = device, size
         self._host = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-        device.register(self._host.ctypes.data, size)
         self._memory = device.allocate(size)
+        try:
+            device.register(self._host.ctypes.data, size)
+        except CudaError:
+            device.free(self._memory)
+            raise
         self._stream = device.stream()
 
     def close(self) -> None:

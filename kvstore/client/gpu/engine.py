@@ -62,14 +62,20 @@ class GpuSide:
         self._engines: list[EngineSide] = []  # their memory stays registered until `close`
 
     def engine(
-        self, space: Space, memory: EngineMemory, calibration: Calibration | None = None
-    ) -> EngineSide:
-        """Loads and saves of one engine's memory.
+        self, space: Space, memory: EngineMemory, calibration: Calibration | None = None,
+        scratch: np.ndarray | None = None,
+    ) -> EngineSide:  # fmt: skip
+        """Loads and saves of one engine's memory, calibrated at the start.
 
-        Raises InvalidRequest for blocks of another size, StoreUnavailable when the GPU fails.
+        That needs `scratch`: pages (int32, a row a block) that nothing lies in yet, for at most as
+        many blocks as the stage has slots. Without it, or with a `calibration` of the caller's, the
+        least length of pieces is what that says. Raises InvalidRequest for blocks of another size,
+        StoreUnavailable when the GPU fails.
         """
         made = EngineSide(self, space, memory, calibration or Calibration())
         self._engines.append(made)
+        if calibration is None and scratch is not None:
+            made.calibrate(scratch)
         return made
 
     def close(self) -> None:
@@ -111,10 +117,14 @@ class EngineSide:
     def calibrate(self, pages: np.ndarray) -> None:
         """Measures from which length on pieces are copied one by one.
 
-        What is in `pages` (int32, a row a block) is lost: before the engine serves.
+        What is in `pages` (int32, a row a block) is lost: before the engine serves. Raises
+        StoreUnavailable when the GPU fails.
         """
-        with self._loading:
-            self.calibration.measure(self._device, self.memory, pages)
+        try:
+            with self._loading:
+                self.calibration.measure(self._device, self.memory, pages)
+        except CudaError as error:
+            raise failed(error) from error
 
     # ---- Load ----
 

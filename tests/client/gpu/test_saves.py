@@ -14,8 +14,9 @@ from daemons import DaemonProcess, eventually
 from gpu_client import KINDS, PIECES, STAGED, StreamMemory, World, prompt, stored
 from gpu_world import spec_of
 
-from kvstore.client import KVClient
+from kvstore.client import KVClient, StoreUnavailable
 from kvstore.client.gpu import Calibration, Device
+from kvstore.cuda.driver import CudaError
 from kvstore.testing import InProcessStore
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -186,3 +187,36 @@ gpu.close()
 client.close()
 print("end")
 """
+
+
+def test_an_engine_is_calibrated_at_its_start(world: World) -> None:
+    """With pages to try on, an engine measures before it serves; what it is told, it keeps."""
+    engine, side = world.engine("vllm", Calibration())
+    scratch = engine.rows(list(range(6)))
+    started = world.gpu.engine(side.space, engine.pages, scratch=scratch)
+    assert started.calibration.measured
+    told = world.gpu.engine(side.space, engine.pages, Calibration(4096), scratch)
+    assert (told.calibration.measured, told.calibration.run_bytes) == (False, 4096)
+    assert not side.calibration.measured
+    tokens, blocks = stored(side.space, 400)
+    rows = engine.rows(list(range(12)))
+    with side.space.lookup(tokens) as match:
+        started.load(match, rows).result()
+    assert np.array_equal(engine.read(rows), blocks)
+
+
+def test_a_gpu_that_fails_at_the_start_is_said(
+    client: KVClient, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A calibration that the GPU does not carry out raises what every call to it does."""
+    world = World(client, device)
+    engine, side = world.engine("vllm", Calibration())
+
+    def fail(*_: object) -> None:
+        raise CudaError("cuMemAlloc", 2, "out of memory")
+
+    monkeypatch.setattr(device, "allocate", fail)
+    with pytest.raises(StoreUnavailable, match="out of memory"):
+        world.gpu.engine(side.space, engine.pages, scratch=engine.rows([0, 1]))
+    monkeypatch.undo()
+    world.close()
