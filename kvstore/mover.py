@@ -79,11 +79,10 @@ def run(job: Job) -> Moved:
     """Runs a job on the calling thread."""
     start = perf_seconds()
     try:
-        value, error = job.work(), None
+        return Moved(job.work(), None, perf_seconds() - start)
     except Exception as caught:
         # Whatever a copy raises belongs to the job, never to the worker.
-        value, error = None, caught
-    return Moved(value, error, perf_seconds() - start)
+        return Moved(None, caught, perf_seconds() - start)
 
 
 class InlineMover:
@@ -187,11 +186,23 @@ class _Link:
             return job
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
-            moved = run(job)
-            with self._wake:
-                self._running_bytes -= job.byte_count
-            self._answer(job, moved)
+        while self._work_once():
+            pass
+
+    def _work_once(self) -> bool:
+        """One job, in a frame of its own: while the next is waited for nothing is kept of it, such
+        as staging of a session that is over. False at the end."""
+        job = self._next()
+        if job is None:
+            return False
+        moved = run(job)
+        with self._wake:
+            self._running_bytes -= job.byte_count
+        self._answer(job, moved)
+        # An error leads to the frames it passed and to this one: were it named here it would keep
+        # itself, and the job's memory, until a collection.
+        del moved
+        return True
 
     def _answer(self, job: Job, moved: Moved) -> None:
         # The owner's loop may be closed already while the last jobs end; nobody waits then.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -193,3 +196,36 @@ def test_every_job_has_one_outcome(threads: int) -> None:
     mover.close()
     owner.run(500)
     assert sorted(jobs.names()) == list(range(500))
+
+
+class Memory:
+    """What a job reads, such as a session's staging."""
+
+    def read(self) -> None:
+        pass
+
+    def fail(self) -> None:
+        raise OSError("no")
+
+
+@pytest.mark.parametrize("how", ["read", "fail"])
+def test_nothing_is_kept_of_a_job_that_is_over(how: str) -> None:
+    """I15: memory that a job read can go as soon as the owner has heard of its end, also if it
+    failed: an idle worker does not keep it, and no collection has to find it."""
+    owner, memory, failed = Owner(), Memory(), []
+    mover = ThreadMover(owner.post, {"l": 1}, 100)
+    gone = weakref.ref(memory)
+    gc.disable()
+    try:
+        job = Job("l", "t", 0, 1, getattr(memory, how), lambda m: failed.append(m.error is None))
+        assert mover.submit(job)
+        owner.run(1)
+        del job, memory
+        end = time.monotonic() + WAIT
+        while gone() is not None and time.monotonic() < end:
+            time.sleep(0.001)  # the worker is on its way back
+        assert gone() is None
+    finally:
+        gc.enable()
+        mover.close()
+    assert failed == [how == "read"]

@@ -49,3 +49,4 @@ class Background:
                 call()
             except Exception:
                 logger.exception("a call to kvstore failed; the engine goes on without it")
+            del call  # with the blocks that it was about: the next may be long in coming
