@@ -145,7 +145,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
         cancel: Callable[[], None] | None = None
         try:
             self._check_certificate(session, context)
-            request = _parse(method, payload)
+            request = self._service.parse(session, method, payload)
             cancel = self._service.stream(session, method.name, request, outbox.emit, outbox.finish)
             async for message in outbox.messages(session):
                 yield message
@@ -170,7 +170,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
             async for payload in requests:
                 self._charge(len(payload))
                 try:
-                    await _result(put.feed(_parse(entry, payload)))
+                    await _result(put.feed(self._service.parse(session, entry, payload)))
                 finally:
                     self._budget.give_back(len(payload))
             response: bytes = (await _result(put.finish())).SerializeToString()

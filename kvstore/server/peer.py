@@ -203,7 +203,8 @@ class LanePeer:
         self, session: Session, entry: Method, flags: int, call_id: int, payload: memoryview
     ) -> None:
         """Attach, with the descriptors of the pools: two a pool, data and generations."""
-        response = self._service.handle(session, entry.name, _parse(entry, payload))
+        request = self._service.parse(session, entry, payload)
+        response = self._service.handle(session, entry.name, request)
         attachment = session.attachments[response.attachment]
         descriptors = [
             descriptor
@@ -222,7 +223,7 @@ class LanePeer:
     def _stream(
         self, session: Session, entry: Method, number: int, call_id: int, payload: memoryview
     ) -> None:
-        request = _parse(entry, payload)
+        request = self._service.parse(session, entry, payload)
         if call_id in self._streams:
             raise InvalidRequest(f"call id {call_id} is a stream under way; use another")
         ended = False

@@ -102,11 +102,7 @@ class Service:
         name = entry.name
         started = perf_seconds()
         try:
-            try:
-                request = entry.parse(payload)
-            except DecodeError:
-                raise unreadable(entry) from None
-            response = self._dispatch(session, entry, request)
+            response = self._dispatch(session, entry, self.parse(session, entry, payload))
         except Exception as error:
             self._count_error(name, error)
             raise
@@ -115,6 +111,14 @@ class Service:
         payload_out: bytes = response.SerializeToString()
         self.recorder.rpc(name, "OK", perf_seconds() - started)
         return payload_out
+
+    def parse(self, session: Session, entry: Method, payload: bytes | memoryview) -> Any:
+        """The request in `payload`; who may not make it hears that alone, whatever it is."""
+        try:
+            return entry.parse(payload)
+        except DecodeError:
+            self._check(session, entry)
+            raise unreadable(entry) from None
 
     def stream(self, session: Session, method: str, request: Any, emit: Emit, done: Done) -> Cancel:
         """Starts a call that answers in a stream; returns what cancels it.

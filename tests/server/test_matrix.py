@@ -135,12 +135,15 @@ def test_sockets_are_made_for_their_owner_or_group(open_directory: Path) -> None
 # ---- Tokens, roles and methods ----
 
 
-def over_grpc(peer: GrpcPeer, method: str, token: bytes) -> str:
-    """The status of an empty request; OK also for a stream that has begun."""
+GARBAGE = b"\xff" * 9
+
+
+def over_grpc(peer: GrpcPeer, method: str, token: bytes, payload: bytes = b"") -> str:
+    """The status of a request, an empty one; OK also for a stream that has begun."""
     shape = SHAPES.get(method, "unary_unary")
-    stub, empty = peer.method(method, shape), b""
+    stub = peer.method(method, shape)
     metadata = (("x-kv-session-bin", token),) if token else ()
-    argument = iter([empty]) if shape.startswith("stream") else empty
+    argument = iter([payload]) if shape.startswith("stream") else payload
     limit = NEVER_ENDING if method in ("Subscribe", "TraceStart", "Session") else 20.0
     try:
         answer = stub(argument, metadata=metadata, timeout=limit)
@@ -152,9 +155,9 @@ def over_grpc(peer: GrpcPeer, method: str, token: bytes) -> str:
     return "OK"
 
 
-def over_lane(peer: LanePeer, method: str) -> str:
+def over_lane(peer: LanePeer, method: str, payload: bytes = b"") -> str:
     """The same; OK, too, for what has not ended when a later call is answered."""
-    call_id = peer.send(method, b"")
+    call_id = peer.send(method, payload)
     mark = peer.send("Session", b"")
     status = "OK"
     while True:
@@ -185,6 +188,20 @@ def test_roles_and_methods(tmp_path: Path, role: str) -> None:
                 assert (status != DENIED) == allowed, (role, method, transport, status)
                 # Sessions of this host open on the lane alone.
                 assert (status == STRANGER) == (method == "OpenSession" and transport == "gRPC")
+        peer.close()
+
+
+def test_garbage_tells_nothing_of_what_one_may_not_call(tmp_path: Path) -> None:
+    """I18: an engine that calls an admin method hears that it may not, whatever bytes it sends."""
+    rules = (AccessRule(uid=os.getuid(), role="engine"),)
+    with serving(tmp_path, config_for_tests(access=rules)) as daemon:
+        peer = GrpcPeer(daemon)
+        peer.open()
+        for method in sorted(ADMIN):
+            assert over_grpc(peer, method, peer.token, GARBAGE) == DENIED, method
+            assert over_lane(peer.lane, method, GARBAGE) == DENIED, method
+        assert over_grpc(peer, "Lookup", peer.token, GARBAGE) == "INVALID_ARGUMENT"
+        assert over_lane(peer.lane, "Lookup", GARBAGE) == "INVALID_ARGUMENT"
         peer.close()
 
 
