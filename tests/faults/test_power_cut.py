@@ -12,6 +12,7 @@ import pytest
 from daemons import DaemonProcess
 from fault_shim import PRETEND, Call, FaultShim, File
 from loop_image import LoopImage, freeze
+from soaked import leave_report
 from writers import Expected, running
 
 IMAGE_BYTES = 384 << 20
@@ -95,13 +96,30 @@ def run_cuts(daemon: DaemonProcess, image: LoopImage, cuts: int, random: Random)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_what_was_flushed_outlives_a_power_cut(daemon: DaemonProcess, image: LoopImage) -> None:
-    """I9, I11: over 15 power cuts with an empty host after each, every block that Flush said was
-    durable is there, and what is served is right."""
-    expected = run_cuts(daemon, image, 15, Random(1))
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param(10, marks=pytest.mark.timeout(600)),
+        pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_what_was_flushed_outlives_a_power_cut(
+    daemon: DaemonProcess, image: LoopImage, cuts: int
+) -> None:
+    """I9, I11: over so many power cuts with an empty host after each, every block that Flush said
+    was durable is there, and what is served is right."""
+    expected = run_cuts(daemon, image, cuts, Random(1))
+    durable = sum(expected.blocks.values())
+    leave_report(
+        f"power-cuts-{cuts}",
+        {
+            "cuts": cuts, "writers": WRITERS, "durable_blocks": durable,
+            "checked_blocks": expected.checked_blocks, "lost_blocks": len(expected.lost),
+            "wrong_bytes": 0,
+        },
+    )  # fmt: skip
     assert not expected.lost, f"{expected.lost}\n{daemon.log}"
-    assert sum(expected.blocks.values()) > 300
+    assert durable > 20 * cuts
 
 
 @pytest.mark.long
@@ -117,6 +135,10 @@ def test_a_disk_that_does_not_sync_is_found_out(
     for file in files:
         shim.set(Call.SYNC, file, PRETEND)
     expected = run_cuts(daemon, image, 12, Random(2))
+    leave_report(
+        f"power-cuts-without-sync-of-{len(files)}",
+        {"lost": expected.lost, "durable_blocks": sum(expected.blocks.values())},
+    )
     assert all(shim.hits(Call.SYNC, file) for file in files if file is not File.META)
     assert expected.blocks
     assert expected.lost

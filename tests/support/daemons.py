@@ -76,6 +76,8 @@ class DaemonProcess:
         """What the process finds in its environment besides this one's."""
         self.options: list[str] = []
         """Further options of `kvstore serve`."""
+        self.program = [sys.executable, "-m", "kvstore.cli.main"]
+        """What runs `serve`."""
 
     def configure(self, extra: str) -> None:
         """Writes the configuration file: `extra` below what each daemon here needs."""
@@ -101,8 +103,7 @@ class DaemonProcess:
         environ |= self.environ
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.cli.main", "serve", "--config",
-                 str(self.config_path), *self.options],
+                [*self.program, "serve", "--config", str(self.config_path), *self.options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", env=environ,
             )  # fmt: skip
         return self.process
