@@ -42,6 +42,10 @@ class Marks:
             known = self._pools[pool] = grown
         known[page] = gpu + 1
 
+    def __len__(self) -> int:
+        """How many blocks have copies; counted anew."""
+        return sum(int(np.count_nonzero(known)) for known in self._pools.values())
+
     def of(self, places: np.ndarray) -> np.ndarray:
         """The GPU's number for each place (int64), NOWHERE where there is no copy."""
         found = np.full(len(places), NOWHERE, np.int8)

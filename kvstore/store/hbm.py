@@ -328,3 +328,4 @@ class HbmCopies:
             gpu.check_integrity()
             assert not seen & set(gpu.slots), "a block has copies on two GPUs"
             seen |= set(gpu.slots)
+        assert len(self._marks) == len(seen), "a block without a copy is marked"

@@ -13,6 +13,7 @@ from rich.console import Console
 from kvstore.cli.doctor_gpu import gpu
 from kvstore.cli.findings import FAIL, OK, WARN
 from kvstore.cli.output import by_speed
+from kvstore.cli.status import _tier_rows
 from kvstore.cli.top import Watch
 from kvstore.core.config import Config, convert
 from kvstore.cuda import driver
@@ -55,6 +56,32 @@ def test_the_gpu_has_to_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_OLD", "1")
     (old,) = gpu(configured(size="1MiB"))
     assert (old.status, "12.8" in old.fix) == (WARN, True)
+
+
+@pytest.mark.usefixtures("fake")
+def test_each_of_several_gpus_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs each has a finding of its own, for its part of the size."""
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    monkeypatch.setenv("FAKE_CUDA_BYTES", str(3 << 30))
+    both = ["GPU-" + "-".join(b * n for n in (4, 2, 2, 2, 6)) for b in ("a0", "a1")]
+    found = gpu(configured(size="4GiB", devices=both, share="in_place"))
+    assert [(one.status, one.found.split()[0]) for one in found] == [(OK, each) for each in both]
+    (_, other) = gpu(configured(size="1GiB", devices=[both[0], both[1][:-1] + "f"]))
+    assert (other.status, "tiers.hbm.devices" in other.fix) == (FAIL, True)
+
+
+def test_status_has_a_row_for_each_of_several_gpus() -> None:
+    """One GPU is the tier itself; of several each has a row below it."""
+    tier = {
+        "capacity_bytes": 4 * MIB, "used_bytes": MIB, "resting_bytes": 0, "free_bytes": 3 * MIB,
+        "block_count": 7, "state": "serving", "problem": "",
+        "prefaulted_bytes": 0, "locked_bytes": 0,
+    }  # fmt: skip
+    hbm = {**tier, "devices": {"GPU-2": tier, "GPU-1": tier}}
+    rows = list(_tier_rows({"host": tier, "hbm": hbm}))
+    assert [row[0] for row in rows] == ["hbm", "  GPU-1", "  GPU-2", "host"]
+    rows = list(_tier_rows({"host": tier, "hbm": {**tier, "devices": {"GPU-1": tier}}}))
+    assert [row[0] for row in rows] == ["hbm", "host"]
 
 
 def test_top_shows_the_tier_above_host(tmp_path: Path) -> None:

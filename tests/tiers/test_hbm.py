@@ -197,6 +197,21 @@ def test_handles_from_outside_are_checked(device: Device) -> None:
     device.free(address)
 
 
+def test_ends_of_one_gpus_objects_leave_work_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector may end an event or a stream amid a call to another GPU, which goes on."""
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    one, two = (Device(ordinal=i, driver=fake_driver()) for i in range(2))
+    address, stream = two.allocate(4096), two.stream()
+    ended = [one.stream().record(), one.stream()]
+    two.enter()
+    ended.clear()
+    two.driver.call("cuMemsetD8Async", address, 1, 4096, stream.handle)
+    stream.synchronize()
+    with pytest.raises(CudaError):
+        one.stream().copy(address, address + 8, 8)  # another GPU's memory, without naming it
+    two.free(address)
+
+
 def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """No driver, no GPU and no such GPU are told apart, in a sentence."""
     with pytest.raises(CudaUnavailable, match=r"no-such-driver.so cannot be loaded"):
