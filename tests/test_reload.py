@@ -13,12 +13,13 @@ from kvstore.core.config import load, read, settings
 from kvstore.core.errors import ConfigError, InvalidRequest, Unauthenticated
 from kvstore.core.machine import FixedMachine
 from kvstore.core.sizes import Size
-from kvstore.daemon.reload import ISOLATION, LIVE, ConfigSource, Reloader
+from kvstore.daemon.reload import ISOLATION, LIVE, ConfigSource, Outcome, Reloader
 from kvstore.server.access import Access
 from kvstore.server.sessions import Sessions
 from kvstore.server.staging import StagingBudget
 from kvstore.store.sessions import Identity
 from kvstore.testing import InProcessStore
+from kvstore.tiers.disk import DiskTier
 
 CONFIGURATION_PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 BASE: dict[str, Any] = {"tiers": {"host": {"size": "16MiB", "pool": "sealed"}}}
@@ -33,8 +34,8 @@ RULE = {"uid": 1001, "tenant": "default"}
 class Rig:
     """A store with its reloader; `write` says what the configuration file holds now."""
 
-    def __init__(self, store: InProcessStore) -> None:
-        self.store, self.sections = store.kv, BASE
+    def __init__(self, store: InProcessStore, sections: Any = BASE) -> None:
+        self.store, self.sections = store.kv, sections
         config = self._load()
         self.store.parts.config = config
         limits = config.limits
@@ -50,10 +51,14 @@ class Rig:
     def _load(self) -> Any:
         return load(None, {}, FixedMachine(), self.sections)
 
+    def reload(self, **sections: Any) -> Outcome:
+        """What a reload with these tables answers."""
+        self.sections = {**BASE, **sections}
+        return self.reloader.reload()
+
     def write(self, **sections: Any) -> tuple[list[str], list[str]]:
         """(applied, waiting for a restart) of a reload with these tables."""
-        self.sections = {**BASE, **sections}
-        return tuple(self.reloader.reload())  # type: ignore[return-value]
+        return tuple(self.reload(**sections)[:2])  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def test_every_key_is_either_live_or_named(rig: Rig) -> None:
         try:
             read(None, {}, tables)
             rig.sections = {**BASE, **tables}
-            applied, waiting = rig.reloader.reload()
+            applied, waiting, _ = rig.reloader.reload()
         except ConfigError:
             continue  # it needs another key beside it
         seen += 1
@@ -175,6 +180,35 @@ def test_the_host_tier_shrinks_and_grows_up_to_what_it_was(rig: Rig) -> None:
     assert rig.reloader.running.tiers.host.size == 12 << 20
     assert sized("16MiB") == (["tiers.host.size"], [])
     assert rig.ceilings == [8 << 20, 12 << 20, 16 << 20]
+
+
+def test_the_disk_tier_takes_another_size(tmp_path: Path) -> None:
+    """It is applied at once; with another path both wait, and what cannot be is said, and why."""
+    place = tmp_path / "disk"
+    place.mkdir(mode=0o700)
+
+    def sized(size: str, path: Path = place) -> Any:
+        return {"disk": {"path": str(path), "size": size}, **BASE["tiers"]}
+
+    disk = DiskTier(place, 32 << 20)
+    with InProcessStore("16MiB", disk=disk) as store:
+        rig = Rig(store, {"tiers": sized("32MiB")})
+        assert rig.reload(tiers=sized("48MiB")) == (["tiers.disk.size"], [], [])
+        assert rig.reloader.running.tiers.disk.size == 48 << 20
+        assert 40 << 20 < disk.usage().capacity_bytes < 48 << 20
+        assert rig.reload(tiers=sized("16MiB")) == (["tiers.disk.size"], [], [])
+        assert disk.usage().capacity_bytes < 16 << 20
+        elsewhere = rig.reload(tiers=sized("64MiB", tmp_path / "other"))
+        assert elsewhere == ([], ["tiers.disk.path", "tiers.disk.size"], [])
+        assert rig.reload(tiers=sized("16MiB")) == ([], [], [])
+        disk._books.room.reserve_bytes = 1 << 60
+        answer = rig.reload(tiers=sized("64MiB"))
+        assert answer[:2] == ([], [])
+        assert "tiers.disk.size stays 16MiB and not 64MiB: the file system of" in str(answer)
+        assert "tiers.disk.reserve keeps" in str(answer)
+        assert rig.reloader.running.tiers.disk.size == 16 << 20
+        assert rig.reload(tiers=sized("64MiB")) == answer
+    disk.close()
 
 
 def test_a_wrong_configuration_changes_nothing(rig: Rig) -> None:

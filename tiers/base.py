@@ -268,6 +268,50 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class ResizableTier(Tier, Protocol):
+    """A tier whose size can change while it serves.
+
+    A smaller one owes memory: what is stored above the new size is dropped by the caller, what is
+    in the way elsewhere moved, and `finish_resize` does the rest. Only the last call wears on the
+    medium; whatever happens in between, all that is published stays so.
+    """
+
+    def begin_resize(self, byte_count: int) -> int:
+        """Has another size from now on, for `reserve` and `usage`; answers with bytes of slots.
+
+        Raises TierError, with the fix, where that cannot be; then nothing has changed.
+        """
+        ...
+
+    @property
+    def owed_bytes(self) -> int:
+        """Memory that a smaller size has still to give up."""
+        ...
+
+    def choose_leaving(self, unmovable: np.ndarray) -> bool:
+        """Chooses what memory to give up, again if it was chosen before; False: there is none.
+
+        None in which one of the places `unmovable` (int64) lies. Nothing new is placed in it.
+        """
+        ...
+
+    def is_leaving(self, places: np.ndarray) -> np.ndarray:
+        """Which of these places (int64, -1 for none) have to be moved or dropped."""
+        ...
+
+    def reserve_for_move(self, payload_bytes: int, symbol_bytes: int, count: int) -> list[int]:
+        """`reserve` for blocks that move: they may be above the size until the old slot is free."""
+        ...
+
+    def finish_resize(self) -> int:
+        """For workers, when nothing is owed: brings the medium to the size. Raises TierError.
+
+        Answers with the bytes of blocks that have to go first, and is to be called again; 0: done.
+        """
+        ...
+
+
+@runtime_checkable
 class AddressableTier(Tier, Protocol):
     """A tier whose slots are memory of this machine."""
 

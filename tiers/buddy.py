@@ -60,6 +60,19 @@ class Buddy:
             order += 1
         self._add(at, order)
 
+    def extend(self, count: int) -> None:
+        """There are `count` granules from now on; the new ones are free."""
+        at, self.count = self.count, count
+        self._order_at += array("b", [-1]) * (count - at)
+        self.max_order = count.bit_length() - 1
+        self._free += [[] for _ in range(self.max_order + 1 - len(self._free))]
+        while at < count:
+            order = min((at & -at).bit_length() - 1 if at else self.max_order, self.max_order)
+            while at + (1 << order) > count:
+                order -= 1
+            self.give(at, order)
+            at += 1 << order
+
     def orders(self) -> list[int]:
         """Orders that have a free block, ascending."""
         return [order for order, blocks in enumerate(self._free) if blocks]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
 from kvstore.tiers.base import (
     AddressableTier,
     BlockHeader,
+    ResizableTier,
     SharedPool,
     Source,
     StoredBlock,
@@ -86,6 +88,30 @@ class TierDecorator:
 
     def cancel_drain(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> None:
         self.inner.cancel_drain(payload_bytes, symbol_bytes, pool)
+
+    def begin_resize(self, byte_count: int) -> int:
+        return self._resizable.begin_resize(byte_count)
+
+    @property
+    def owed_bytes(self) -> int:
+        return self._resizable.owed_bytes
+
+    def choose_leaving(self, unmovable: np.ndarray) -> bool:
+        return self._resizable.choose_leaving(unmovable)
+
+    def is_leaving(self, places: np.ndarray) -> np.ndarray:
+        return self._resizable.is_leaving(places)
+
+    def reserve_for_move(self, payload_bytes: int, symbol_bytes: int, count: int) -> list[int]:
+        return self._resizable.reserve_for_move(payload_bytes, symbol_bytes, count)
+
+    def finish_resize(self) -> int:
+        return self._resizable.finish_resize()
+
+    @property
+    def _resizable(self) -> ResizableTier:
+        """A tier of these calls; the type of `inner` does not promise them."""
+        return cast("ResizableTier", self.inner)
 
     def check_integrity(self) -> None:
         self.inner.check_integrity()

@@ -264,7 +264,11 @@ class Slab(SlabBooks):
                     self._end_drain(number)
                     self._chunk_with_room(self._classes[number])
                 return
-        self._buddy.give(chunk, order)
+        self._give(chunk, order)
+
+    def _give(self, at: int, order: int) -> None:
+        """A block of granules has no class any more."""
+        self._buddy.give(at, order)
 
     def _begin_drain(self, slots: SlotClass) -> Drain | None:
         """Marks the region that is cheapest to empty; None if there is none, or it was empty."""

@@ -137,13 +137,18 @@ class SlabBooks:
         if slots is None:
             assert slot_bytes % SLOT_ALIGN == 0, f"slots of {slot_bytes} bytes are not aligned"
             assert 0 < header_bytes <= slot_bytes, f"no room for {header_bytes} byte headers"
-            order = chunk_order(slot_bytes, self.shift, self._buddy.max_order, self.overhead_bytes)
-            order = max(order, min(self._least_order, self._buddy.max_order)) if order >= 0 else -1
+            order = self._order_of_class(slot_bytes)
             number = len(self._classes)
             slots = SlotClass(number, slot_bytes, header_bytes, order, self.overhead_bytes)
             self._classes.append(slots)
             self._class_by_size[slot_bytes, header_bytes] = slots
         return slots
+
+    def _order_of_class(self, slot_bytes: int) -> int:
+        """Order of the chunks a class takes; -1 if the pool is too small for one slot."""
+        most = self._buddy.max_order
+        order = chunk_order(slot_bytes, self.shift, most, self.overhead_bytes)
+        return max(order, min(self._least_order, most)) if order >= 0 else -1
 
     def _locate(self, offset: int) -> tuple[int, int, SlotClass]:
         """(first granule of the chunk, slot index, class) of the slot at `offset`."""

@@ -11,6 +11,7 @@ import msgspec
 from kvstore.core.clock import Clock
 from kvstore.core.config import Config, TenantSection
 from kvstore.core.config_rules import POOL_BYTES_MIN
+from kvstore.core.errors import TierError
 from kvstore.logs import configure
 from kvstore.server.access import Access
 from kvstore.server.sessions import Sessions
@@ -26,8 +27,8 @@ LIVE = frozenset({
         "reserved_bytes_per_tenant", "staging_ttl_seconds", "max_pin_ttl_seconds",
     )),
 })  # fmt: skip
-# Live too, up to the size that the pool was made with.
-HOST_SIZE = "tiers.host.size"
+# Live too: up to the size that the pool was made with, and up to what its file system has room for.
+HOST_SIZE, DISK_SIZE = "tiers.host.size", "tiers.disk.size"
 ISOLATION = "tenants[].isolated and host_size"
 
 
@@ -42,14 +43,17 @@ class ConfigSource(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Keys that differ from those in force: taken over, and waiting for a restart."""
+    """Keys that differ from those in force: taken over, waiting for a restart, and refused why."""
 
     applied: list[str]
     waiting: list[str]
+    refused: list[str]
 
     def __str__(self) -> str:
         done = ", ".join(self.applied) or "nothing has changed"
         rest = f"; a restart is needed for {', '.join(self.waiting)}" if self.waiting else ""
+        for sentence in self.refused:
+            rest += f"; {sentence}"
         return f"policy and quotas are reloaded ({done}){rest}"
 
 
@@ -77,7 +81,13 @@ class Reloader:
         config, asked = self._source.load(), self._source.read()
         keys = changed(self._asked, asked)
         applied = [key for key in keys if key in LIVE or self._fits_the_pool(key, config)]
+        refused = []
+        if DISK_SIZE in keys and "tiers.disk.path" not in keys and self._store.parts.disk:
+            sentence = self._resize_disk(config)
+            (refused if sentence else applied).append(sentence or DISK_SIZE)
         waiting = [key for key in keys if key not in applied]
+        if refused:
+            waiting.remove(DISK_SIZE)
         if _pools(asked) != _pools(self._asked):
             waiting.append(ISOLATION)
         before = self.running
@@ -86,7 +96,7 @@ class Reloader:
         if ISOLATION not in waiting:
             self._asked = with_keys(self._asked, ["tenants"], asked)
         self._apply(before, config)
-        return Outcome(applied, waiting)
+        return Outcome(applied, waiting, refused)
 
     def _merged(self, applied: list[str], config: Config) -> Config:
         """The settings in force from now on: pools stay what they were opened with."""
@@ -102,6 +112,16 @@ class Reloader:
         """Whether a new size of the host tier is one that the shared pool has room for."""
         wanted = int(config.tiers.host.size) - self._isolated_bytes()
         return key == HOST_SIZE and POOL_BYTES_MIN <= wanted <= self._opened_bytes
+
+    def _resize_disk(self, config: Config) -> str:
+        """Has the disk tier take its new size; why not, if that cannot be."""
+        try:
+            capacity = self._store.behind.resized(config.disk_bytes)
+        except TierError as error:
+            size = self.running.tiers.disk.size
+            return f"{DISK_SIZE} stays {size} and not {config.tiers.disk.size}: {error}"
+        self._store.shadowing.disk_resized(capacity)
+        return ""
 
     def _isolated_bytes(self) -> int:
         return sum(size for pool, size in self.running.host_pools.items() if pool)

@@ -21,6 +21,7 @@ from kvstore.store.evict import Remover
 from kvstore.store.groups import Group, GroupWriter, Part
 from kvstore.store.parts import DISK, RESERVE_BLOCKS_MAX, Parts
 from kvstore.store.reassign import Reassigner
+from kvstore.store.resize_disk import DiskResizer
 from kvstore.tiers.base import Tier
 
 # A commit takes about as long for many blocks as for few.
@@ -41,6 +42,7 @@ class WriteBehind:
         self._remover = remover
         self._writer = GroupWriter(parts, remover)
         self._reassigner = Reassigner(parts, remover)
+        self._resizer = DiskResizer(parts, remover, self._moved)
         self._open = Group()
         self._running: deque[Group] = deque()
         self._heard: list[Callable[[], None]] = []
@@ -48,14 +50,34 @@ class WriteBehind:
         self._fruitless = self._passed_blocks = 0
         self._settled_places = -1  # what recovery did not take back has to be settled, too
         self._probed = self._paused_until = self._spent_at = self._answered = parts.clock.now()
-        section = parts.config.tiers.disk
-        capacity = parts.disk.usage().capacity_bytes if parts.disk is not None else 0
-        self._daily = section.endurance_dwpd * capacity
-        self._budget = self._daily
+        self._daily = self._budget = 0.0
+        if parts.disk is not None:
+            self._budget = self._set_daily(parts.disk.usage().capacity_bytes)
+
+    def _set_daily(self, capacity_bytes: int) -> float:
+        """What may be written in a day, and be saved up; answers with it."""
+        self._daily = self._parts.config.tiers.disk.endurance_dwpd * capacity_bytes
+        return self._daily
+
+    def resized(self, byte_count: int) -> int:
+        """The disk has another size from now on, and so much room for blocks.
+
+        Raises TierError in one sentence; nothing has changed then.
+        """
+        capacity = self._resizer.resized(byte_count)
+        self._budget = min(self._budget, self._set_daily(capacity))
+        _set_prices(self._parts, capacity)
+        return capacity
+
+    def _moved(self, byte_count: int) -> None:
+        """A smaller disk has moved so much from one segment to another."""
+        self._budget -= byte_count
+        self._tell()
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and not self._open.parts and not self._settling
+        still = not self._running and not self._open.parts and not self._settling
+        return still and self._resizer.is_idle
 
     @property
     def silence(self) -> str:
@@ -269,6 +291,7 @@ class WriteBehind:
         for pool in self._parts.config.host_pools:
             self.poke(pool)
         self.submit()
+        self._resizer.tick(now)
         if not self._running and now >= self._paused_until and not disk.problem:
             self._settle()
         if now - self._probed >= PROBE_SECONDS and not self._probing:
@@ -292,8 +315,11 @@ def begin_conveyors(parts: Parts, disk: Tier) -> None:
         capacity = parts.host.usage(pool).capacity_bytes
         mark = int(capacity * parts.config.tiers.disk.demote_watermark)
         parts.residency.demote_above(pool, mark)
+    _set_prices(parts, disk.usage().capacity_bytes)
+
+
+def _set_prices(parts: Parts, disk_bytes: int) -> None:
+    """What is worth a write follows from them, and from how long a disk of this size keeps it."""
     if parts.config.tiers.disk.admission == "measured":
         prices = parts.config.prices
-        parts.residency.set_prices(
-            prices.gpu_second, prices.written_byte, disk.usage().capacity_bytes
-        )
+        parts.residency.set_prices(prices.gpu_second, prices.written_byte, disk_bytes)

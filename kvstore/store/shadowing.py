@@ -125,6 +125,13 @@ class Shadowing:
         if self.shadows is not None:
             self._restart = self._restart or "capacity"
 
+    def disk_resized(self, capacity_bytes: int) -> None:
+        """The disk has room for so much: shadows begin anew."""
+        daily = self._parts.config.tiers.disk.endurance_dwpd * capacity_bytes
+        self._setup = self._setup._replace(disk_bytes=capacity_bytes, daily_bytes=daily)
+        if self.shadows is not None:
+            self._restart = self._restart or "capacity"
+
     def cleared(self) -> None:
         """Blocks were un-published that shadows may still have."""
         if self.shadows is not None:

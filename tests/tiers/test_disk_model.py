@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from disk_world import (
     SIZE,
@@ -24,15 +25,18 @@ from kvstore.tiers.disk import DiskTier
 
 CAPACITY = 4 << 20
 SIZES = (SIZE, 3000, 50_000)
+SIZES_TO = (3 << 20, CAPACITY, CAPACITY, 6 << 20)
 
 
 class Model:
     """What the tier has promised: numbers of blocks that must be there, and that may be."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, resize_share: float = 0.0) -> None:
         self.directory, self.random = directory, Random(seed)
+        self.resize_share = resize_share
         self.durable: dict[int, tuple[int, int]] = {}
         """number -> (place, length) of committed blocks."""
+        self.capacity = self.largest = CAPACITY
         self.next_number = 1
         self.lengths: dict[int, int] = {}
         self.generation = 0
@@ -42,8 +46,15 @@ class Model:
 
     def open(self) -> None:
         self.io = VolatileIO(self.random, self.directory.parent / "limbo")
-        self.tier = DiskTier(self.directory, CAPACITY, io=self.io)
+        size = self.largest
+        if self.resize_share:
+            # After a resize that was cut short, either size is right; less may cost blocks.
+            size = self.random.choice([self.capacity, size, size])
+        self.tier = DiskTier(self.directory, size, io=self.io)
         found = recovered(self.tier)
+        if size < self.largest:
+            self.durable = {n: held for n, held in self.durable.items() if n in found}
+        self.capacity = self.largest = size
         missing = self.durable.keys() - found.keys()
         assert not missing, f"durable blocks {sorted(missing)} are lost"
         for number, place in found.items():
@@ -57,9 +68,11 @@ class Model:
 
     def step(self) -> None:
         action = self.random.choice(["put", "put", "put", "drop", "settle", "read", "probe"])
+        if self.resize_share and self.random.random() < self.resize_share:
+            action = "resize"
         getattr(self, action)()
         size = directory_bytes(self.directory)
-        assert size <= CAPACITY, f"the directory has {size} bytes"
+        assert size <= self.largest, f"the directory has {size} bytes"
 
     def put(self) -> None:
         length, count = self.random.choice(SIZES), self.random.randrange(1, 12)
@@ -84,6 +97,43 @@ class Model:
         count = min(len(self.durable), self.random.randrange(12))
         numbers = self.random.sample(sorted(self.durable), count)
         drop(self.tier, [self.durable.pop(number)[0] for number in numbers])
+
+    def resize(self) -> None:
+        """To another size and to the end, by what the store does: drop, move, finish."""
+        self.capacity = self.random.choice(SIZES_TO)
+        self.largest = max(self.largest, self.capacity)
+        goal = self.tier.begin_resize(self.capacity)
+        while self.durable and (over := self.tier.usage().used_bytes - goal) > 0:
+            drop(self.tier, [self.durable.pop(min(self.durable))[0]])
+            assert self.tier.usage().used_bytes - goal < over
+        self.tier.check_integrity()
+        while True:
+            self.tier.commit([])
+            if self.tier.owed_bytes:
+                assert self.tier.choose_leaving(np.empty(0, np.int64))
+                self.empty_segments()
+            elif excess := self.tier.finish_resize():
+                while excess > 0:
+                    place, length = self.durable.pop(min(self.durable))
+                    drop(self.tier, [place])
+                    excess -= length
+            else:
+                break
+        self.largest = self.capacity
+        self.tier.check_integrity()
+
+    def empty_segments(self) -> None:
+        for number, (place, length) in sorted(self.durable.items()):
+            if self.tier.is_leaving(np.array([place]))[0]:
+                targets = self.tier.reserve_for_move(length, 64, 1)
+                if targets:
+                    checksum = self.tier.copy(place, targets[0], length)
+                    assert checksum == self.tier.checksum(place)
+                    self.tier.commit([(targets[0], self.tier.header(place), checksum)])
+                    self.durable[number] = targets[0], length
+                else:
+                    del self.durable[number]
+                drop(self.tier, [place])
 
     def settle(self) -> None:
         assert self.tier.commit([]) == []
@@ -124,6 +174,8 @@ class Model:
         chance = self.random.random()
         if chance < 0.15:
             shutil.rmtree(index)
+        elif self.resize_share:
+            return
         elif chance < 0.3 and older.exists():
             shutil.rmtree(index)
             shutil.copytree(older, index)
@@ -137,8 +189,8 @@ class Model:
         self.generation = 0
 
 
-def run(directory: Path, seed: int, lives: int, steps: int) -> None:
-    model = Model(directory, seed)
+def run(directory: Path, seed: int, lives: int, steps: int, resize_share: float = 0.0) -> None:
+    model = Model(directory, seed, resize_share)
     for _ in range(lives):
         for _ in range(model.random.randrange(steps)):
             model.step()
@@ -161,3 +213,12 @@ def test_durable_blocks_survive_power_cuts(disk_directory: Path, seed: int) -> N
 def test_durable_blocks_survive_many_power_cuts(disk_directory: Path, seed: int) -> None:
     """I9, I11, I22: the same, for longer."""
     run(disk_directory, seed, lives=12, steps=60)
+
+
+@pytest.mark.parametrize(
+    "seed", [200, 201, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(202, 210))]
+)
+def test_durable_blocks_survive_power_cuts_in_a_resize(disk_directory: Path, seed: int) -> None:
+    """I9, I11, I22: the same where the tier gets another size now and then, dropping the oldest:
+    what was not dropped is there after a cut at any moment, at the size before or after."""
+    run(disk_directory, seed, lives=8, steps=12, resize_share=0.25)

@@ -20,7 +20,7 @@ from kvstore.tiers.chunks import Chunk, SlotState
 from kvstore.tiers.disk.index import pack_key
 from kvstore.tiers.disk.layout import CHUNK_OVERHEAD, geometry_of
 from kvstore.tiers.disk.segments import Room, Segment, SegmentFiles
-from kvstore.tiers.slab import Slab
+from kvstore.tiers.slab_size import ResizableSlab
 
 BAD_REPORTS_MAX = 3
 REMOVALS_MAX = 2048
@@ -39,7 +39,7 @@ class DiskBooks:
         self, capacity_bytes: int, shift: int, least_order: int, room: Room, next_serial: int
     ) -> None:
         self.lock = threading.Lock()
-        self.slab = Slab(
+        self.slab = ResizableSlab(
             capacity_bytes, self._assign, self._release, shift, CHUNK_OVERHEAD, least_order
         )
         self.room = room
@@ -172,13 +172,19 @@ class DiskBooks:
             self.slab.cancel_drain(slot_bytes, header_bytes)
 
     def unlink_doomed(self, files: SegmentFiles) -> None:
-        """Removes files that no class uses any more; a worker, with the lock of the files."""
+        """Removes files that no class uses any more; a worker, with the lock of the files.
+
+        For good, before others take their room: together they might be too many at a start.
+        """
+        found = bool(self.doomed)
         while self.doomed:
             segment = self.doomed[-1]
             files.unlink(segment)
             with self.lock:
                 self.doomed.remove(segment)
                 self.room.doomed_bytes -= segment.geometry.file_bytes
+        if found:
+            files.sync_directory()
         self.measured(files.free_bytes())
 
     def made(self, segment: Segment, free_bytes: int) -> None:
@@ -209,17 +215,43 @@ class DiskBooks:
                 assert np.array_equal(published, shown), f"generations at {chunk.offset} disagree"
 
     def usage(self) -> TierUsage:
+        """As large as it is to be, or as what it still holds above that."""
         slab = self.slab
         with self.lock:
+            held = slab.used_bytes + slab.resting_bytes
+            capacity = max(slab.ceiling_bytes, held)
             return TierUsage(
-                slab.capacity_bytes, slab.used_bytes, slab.free_bytes, slab.resting_bytes,
+                capacity, slab.used_bytes, capacity - held, slab.resting_bytes,
                 slab.published_count,
             )  # fmt: skip
+
+    def set_size(self, capacity_bytes: int, least_order: int) -> int:
+        with self.lock:
+            self.slab.set_size(capacity_bytes, least_order)
+            return self.slab.ceiling_bytes
+
+    def choose_leaving(self, unmovable: np.ndarray) -> bool:
+        """Chooses the segments to empty; none in which a place is suspect, or `unmovable`."""
+        with self.lock:
+            stay = [*self.suspects, *unmovable.tolist()]
+            return self.slab.choose_leaving([place << SLOT_SHIFT for place in stay])
+
+    def is_leaving(self, places: np.ndarray) -> np.ndarray:
+        """Which places (int64) lie in a segment that is to be emptied; -1 does not."""
+        with self.lock:
+            leaving = self.slab.is_leaving(np.maximum(places, 0) << SLOT_SHIFT)
+        answer: np.ndarray = leaving & (places >= 0)
+        return answer
+
+    def reserve_for_move(self, slot_bytes: int, header_bytes: int, count: int) -> list[int]:
+        with self.lock:
+            offsets = self.slab.reserve_for_move(slot_bytes, header_bytes, count)
+        return [offset >> SLOT_SHIFT for offset in offsets]
 
     def generations(self, places: np.ndarray) -> np.ndarray:
         """Of each place (int64); 0 for what is no slot, too: its segment may be gone."""
         found = np.zeros(len(places), np.uint64)
-        inside = (places >= 0) & (places < self.slab.capacity_bytes >> SLOT_SHIFT)
+        inside = (places >= 0) & (places < self.slab.span_bytes >> SLOT_SHIFT)
         known = np.flatnonzero(inside)
         offsets = places[known] << SLOT_SHIFT
         heads = self.slab.chunk_heads(offsets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from kvstore.tiers.disk.segments import Segment
 
 
 def fitting(
-    segments: Sequence[FoundSegment], capacity_bytes: int, shift: int
+    segments: Sequence[FoundSegment], capacity_bytes: int, shift: int, dead: Container[int] = ()
 ) -> list[FoundSegment]:
-    """The most recently written segments that fit together, newest first."""
-    newest = sorted(segments, key=lambda s: (s.sequence, s.serial), reverse=True)
+    """The most recently written segments that fit together, newest first, the `dead` last."""
+    newest = sorted(
+        segments, key=lambda s: (s.serial not in dead, s.sequence, s.serial), reverse=True
+    )
     kept: list[FoundSegment] = []
     left = capacity_bytes
     for segment in newest:

@@ -103,6 +103,16 @@ class Committer:
                 return False
             return self._index.used_ratio + min(self._wanted_ratio, WANTED_MAX) < RELIEF_RATIO
 
+    def resize_index(self, map_bytes: int) -> float:
+        """`DiskIndex.resize`, between groups."""
+        with self.lock:
+            self._refuse_if_read_only()
+            try:
+                return self._index.resize(map_bytes)
+            except TierError as error:
+                self._reopen(self._meta)
+                raise self._health.failed("resize its index", error) from error
+
     def entry(self, key: bytes) -> SlotRecord | None:
         with self.lock:
             return self._index.block(key) if self._index.is_open else None

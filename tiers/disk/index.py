@@ -10,6 +10,7 @@ out of the map, never lent: memory of the map is unmapped under whoever still lo
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from kvstore.tiers.record import SlotRecord
 FULL_RATIO = 0.8
 """No block is entered from here on: deleting needs room, too."""
 RELIEF_RATIO = 0.75
+FILE, NEW_FILE = "data.mdb", "data.new"
 
 _KEY = struct.Struct(">II")
 _SERIAL = struct.Struct(">I")
@@ -116,7 +118,8 @@ def _checked(key: bytes, body: bytes) -> bytes:
 class DiskIndex:
     """The open index. One thread at a time is inside; the caller sees to that.
 
-    Its file grows up to `map_bytes` and never shrinks. Closed until `open`, which raises IndexLost.
+    Its file grows up to `map_bytes`; only `resize` makes it smaller. Closed until `open`, which
+    raises IndexLost.
     """
 
     def __init__(self, path: Path, map_bytes: int, store_id: bytes, io: FileIO) -> None:
@@ -125,6 +128,7 @@ class DiskIndex:
 
     def open(self) -> None:
         try:
+            (self._path / NEW_FILE).unlink(missing_ok=True)
             # Nobody else opens it (the directory's lock sees to that), so LMDB needs no lock file.
             self._env = lmdb.open(
                 str(self._path), map_size=self.map_bytes, max_dbs=len(_NAMES), lock=False,
@@ -147,6 +151,45 @@ class DiskIndex:
     def reopen(self) -> None:
         self.close()
         self.open()
+
+    def resize(self, map_bytes: int) -> float:
+        """Has another share from now on; a file that is larger is written anew.
+
+        Answers with the part of the blocks that has to go before that can be, 0 when it is done.
+        Raises IndexLost; the old file, or the new one, is whole then.
+        """
+        file = self._path / FILE
+        try:
+            if map_bytes < self.map_bytes:
+                used = self.used_ratio * self.map_bytes / map_bytes
+                if used > RELIEF_RATIO:
+                    return 1.0 - RELIEF_RATIO / used
+                if file.stat().st_size > map_bytes:
+                    self._write_anew(file)
+            self.map_bytes = map_bytes
+            if self._env is None:
+                self.open()
+            self._env.set_mapsize(map_bytes)
+        except (lmdb.Error, OSError) as error:
+            raise IndexLost(f"the index in {self._path} cannot be resized ({error})") from error
+        return 0.0
+
+    def _write_anew(self, file: Path) -> None:
+        """Without what is free in it; a file beside the old one, then in its place. Closes."""
+        new = self._path / NEW_FILE
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            self._env.copyfd(fd, compact=True)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self.close()
+        os.replace(new, file)
+        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def commit(self, changes: Changes, meta: Meta | None) -> None:
         """All changes, durably, or none. Raises IndexFull or IndexLost; neither is retried."""
@@ -249,7 +292,7 @@ def _ascending(keys: list[bytes]) -> bool:
 def ends_too_early(path: Path) -> bool:
     """Whether the file lacks pages it claims to have: LMDB would die of a signal on them."""
     try:
-        with (path / "data.mdb").open("rb") as file:
+        with (path / FILE).open("rb") as file:
             raw, size = file.read(2 * PAGE), file.seek(0, 2)
     except FileNotFoundError:
         return False

@@ -101,7 +101,7 @@ class Opening:
         if loaded is None and segments and not self._notes:
             self._notes.append(f"{self._path} has no index; it was made anew from the segments")
         kept = self._understood(segments, loaded)
-        kept = self._fitting(kept)
+        kept = self._fitting(kept, _dead(kept, loaded))
         self._put_right(kept)
         belief = believe(self._scanner, loaded, {s.serial: s for s in kept}, self._notes)
         is_new = loaded is None or self._index_bytes() > map_bytes(self._size_bytes)
@@ -144,9 +144,9 @@ class Opening:
                 kept[segment.serial] = segment
         return list(kept.values())
 
-    def _fitting(self, segments: list[FoundSegment]) -> list[FoundSegment]:
-        """Those that fit the configured size; the oldest of the others go first."""
-        kept = fitting(segments, self._capacity, self._format.unit_shift)
+    def _fitting(self, segments: list[FoundSegment], dead: set[int]) -> list[FoundSegment]:
+        """Those that fit the configured size; the dead go first, then the oldest of the others."""
+        kept = fitting(segments, self._capacity, self._format.unit_shift, dead)
         for segment in sorted(set(segments) - set(kept), key=lambda s: s.sequence):
             self._remove(segment, "does not fit tiers.disk.size any more")
         if kept and self._is_over(kept):
@@ -261,6 +261,15 @@ class Opening:
                 segment.entered = True
         except (TierError, OSError) as error:
             self._problem = f"its index could not be written ({error})"
+
+
+def _dead(segments: list[FoundSegment], loaded: Loaded | None) -> set[int]:
+    """Serials of segments that held nothing any more: a power cut brings unlinked files back."""
+    if loaded is None:
+        return set()
+    stored = set(np.unique(loaded.blocks.serials).tolist())
+    last = loaded.meta.sequence
+    return {s.serial for s in segments if s.serial not in stored and s.sequence <= last}
 
 
 def _in_batches(

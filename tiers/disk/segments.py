@@ -85,10 +85,18 @@ class SegmentFiles:
     def close(self) -> None:
         os.close(self.directory_fd)
 
+    def set_size(self, size_bytes: int, map_bytes: int) -> None:
+        """What the directory may take from now on, the index of it included."""
+        self._size_bytes, self._map_bytes = size_bytes, map_bytes
+
+    def system_free_bytes(self) -> int:
+        """What the file system has free, for whatever comes."""
+        return self._io.free_bytes(self.directory_fd)
+
     def free_bytes(self) -> int:
         """What of the file system is free for segments: not what the index may still grow by."""
         ahead = max(0, self._map_bytes - index_bytes(self.path))
-        return max(0, self._io.free_bytes(self.directory_fd) - ahead)
+        return max(0, self.system_free_bytes() - ahead)
 
     def open(self, name: str) -> int:
         """Descriptor of a file that is there."""

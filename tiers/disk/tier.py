@@ -30,6 +30,7 @@ from kvstore.tiers.disk.layout import header_bytes
 from kvstore.tiers.disk.loading import end_probation
 from kvstore.tiers.disk.opening import Opening
 from kvstore.tiers.disk.readoption import Readoption
+from kvstore.tiers.disk.resizing import Resizing
 from kvstore.tiers.disk.segments import Segment
 from kvstore.tiers.disk.transfer import Item, Transfer
 from kvstore.tiers.payload import as_bytes
@@ -73,6 +74,10 @@ class DiskTier:
         self._committer = Committer(
             self._books, self._files, self._index, opened.meta, opened.format.store_id,
             self._generations, self._health, self._io, lambda: end_probation(self._path),
+        )  # fmt: skip
+        self._resizing = Resizing(
+            self._path, opened.format.unit_shift, size_bytes, self._books, self._files,
+            self._committer,
         )  # fmt: skip
         if opened.problem:
             self._health.give_up(opened.problem)
@@ -158,6 +163,30 @@ class DiskTier:
     def cancel_drain(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> None:
         self._check_pool(pool)
         self._books.cancel_drain(*_class(payload_bytes, symbol_bytes))
+
+    def begin_resize(self, byte_count: int) -> int:
+        if self._health.problem:
+            raise TierError(f"{self._health.problem}; mend that first")
+        return self._resizing.begin(byte_count, self._books.room.reserve_bytes)
+
+    @property
+    def owed_bytes(self) -> int:
+        return self._books.slab.debt_bytes
+
+    def choose_leaving(self, unmovable: np.ndarray) -> bool:
+        return self._books.choose_leaving(unmovable)
+
+    def is_leaving(self, places: np.ndarray) -> np.ndarray:
+        return self._books.is_leaving(places)
+
+    def reserve_for_move(self, payload_bytes: int, symbol_bytes: int, count: int) -> list[int]:
+        return self._books.reserve_for_move(*_class(payload_bytes, symbol_bytes), count)
+
+    def finish_resize(self) -> int:
+        try:
+            return self._resizing.finish()
+        except OSError as error:
+            raise self._health.failed("resize", error) from error
 
     def write(self, place: int, source: Source) -> bytes:
         item = self._staging(0, place, source)
