@@ -40,6 +40,16 @@ def test_faults_never_show_for_long(first: int) -> None:
     assert happened["died in a commit"]
 
 
+@pytest.mark.long
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(10_000, 20_000, 500))
+def test_faults_never_show_in_ten_thousand_seeds(first: int) -> None:
+    """I1, I3, I4, I5, I6, I10, I11, I15, I22: the same for ten thousand seeds."""
+    happened = simulate(range(first, first + 500), 800)
+    assert happened["hit"] > 10_000
+
+
 def test_a_seed_is_a_run() -> None:
     """One seed gives one run, step for step; another seed another."""
     first, again = Simulation(11), Simulation(11)

@@ -45,6 +45,9 @@ class SimulatedWorld:
     known: dict[Any, Any]
     happened: Counter[str]
     disk: Any
+    pools = POOLS
+    disk_bytes = DISK_BYTES
+    sections = SECTIONS
 
     def time(self) -> None:
         self.pass_time(self.random.random() * 2)
@@ -124,6 +127,12 @@ class SimulatedWorld:
 
         self.later(self.desk.kv.verify(), verified)
 
+    def report(self) -> None:
+        """An engine tells what computing and copying took: not all is worth loading then."""
+        engine, new = self.random.choice(self.engines)[0], self.random.choice((64, 256, 1024))
+        self.desk.kv.costs.report_step(engine.attachment, 1e-3 + new * 3e-5, [(new, 0)])
+        self.desk.kv.costs.report_transfer(engine.attachment, "host>hbm", 1 << 20, 1e-4)
+
     def pin(self) -> None:
         _, engine, _, tokens = self.draw()
         with suppress(KVStoreError):
@@ -156,8 +165,8 @@ class SimulatedWorld:
     def new_disk(self) -> Any:
         if self.disk_kind == "disk":
             (self.directory / "disk").mkdir(mode=0o700, exist_ok=True)
-            return DiskTier(self.directory / "disk", DISK_BYTES * 8)
-        return MemoryTier(DISK_BYTES, "disk") if self.disk_kind else None
+            return DiskTier(self.directory / "disk", self.disk_bytes * 8)
+        return MemoryTier(self.disk_bytes, "disk") if self.disk_kind else None
 
     # ---- What always holds ----
 

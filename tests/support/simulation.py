@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 from desk import Desk, Engine, outcomes
 from follower import Follower
-from simulated_world import POOLS, RATES, SECTIONS, SPACES, Prompt, SimulatedWorld
+from simulated_world import RATES, SPACES, Prompt, SimulatedWorld
 
 from kvstore.core.completion import Completion
 from kvstore.core.errors import KVStoreError, LeaseLost, LimitReached, NotFound
@@ -58,6 +58,8 @@ class Held:
 class Simulation(SimulatedWorld):
     """One run of `steps` steps; `happened` counts what it did."""
 
+    commit_blocks_max = 3
+
     def __init__(self, seed: int, steps: int = 300) -> None:
         self.seed, self.steps = seed, steps
         self.random = random = Random(seed)
@@ -80,7 +82,7 @@ class Simulation(SimulatedWorld):
                 "begin_put": 8, "commit": 12, "abort": 1, "lookup": 12, "release": 4, "renew": 2,
                 "finish": 1, "read": 2, "time": 3, "long_time": 0.5, "clear": 0.3, "bump": 0.3,
                 "verify": 0.5, "die": 0.5, "pin": 0.5, "quota": 0.5, "crash": 0.3, "restore": 6,
-                "flush": 0.5,
+                "flush": 0.5, "report": 1,
             }.items()
         }  # fmt: skip
         self.weights |= {"begin_put": 8, "commit": 12, "lookup": 8, "copy": 20, "turn": 20}
@@ -90,17 +92,7 @@ class Simulation(SimulatedWorld):
     def run(self) -> Counter[str]:
         try:
             self.begin()
-            names, weights = list(self.weights), list(self.weights.values())
-            for step in range(self.steps):
-                self.step = step
-                name = self.random.choices(names, weights)[0]
-                self.happened[name] += 1
-                try:
-                    getattr(self, name)()
-                except SimulatedCrash:
-                    self.happened["died in a commit"] += 1
-                    self.crash()
-                self.check()
+            self.go_on()
             self.end()
             return self.happened
         finally:
@@ -110,23 +102,38 @@ class Simulation(SimulatedWorld):
                     self.disk.close(keep=False)
             shutil.rmtree(self.directory)
 
+    def go_on(self) -> None:
+        names, weights = list(self.weights), list(self.weights.values())
+        for step in range(self.steps):
+            self.step = step
+            self.take_step(self.random.choices(names, weights)[0])
+            self.check()
+
+    def take_step(self, name: str) -> None:
+        self.happened[name] += 1
+        try:
+            getattr(self, name)()
+        except SimulatedCrash:
+            self.happened["died in a commit"] += 1
+            self.crash()
+
     def begin(self) -> None:
         self.inner, self.disk = self.new_inner(), self.new_disk()
-        disk = {**SECTIONS["tiers"]["disk"], "demote_watermark": self.watermark}
+        disk = {**self.sections["tiers"]["disk"], "demote_watermark": self.watermark}
         if self.seed % 3 == 0:
             disk["admission"] = "measured"
         self.desk = Desk(
-            tier=MemoryTier(POOLS), directory=self.directory, late=True,
+            tier=MemoryTier(self.pools), directory=self.directory, late=True,
             seed=self.random.randrange(1 << 30),
-            sections={**SECTIONS, "tiers": {**SECTIONS["tiers"], "disk": disk}},
+            sections={**self.sections, "tiers": {**self.sections["tiers"], "disk": disk}},
         )  # fmt: skip
         self.desk.store.restart(self.wrapped(self.inner), self.wrapped_disk())
         self.attach()
 
     def new_inner(self) -> Any:
         if self.kind == "memory":
-            return MemoryTier(POOLS)
-        pools = [PoolConfig(name, size) for name, size in POOLS.items()]
+            return MemoryTier(self.pools)
+        pools = [PoolConfig(name, size) for name, size in self.pools.items()]
         return HostTier(pools, directory=self.directory)
 
     def wrapped(self, tier: Any) -> Any:
@@ -212,7 +219,7 @@ class Simulation(SimulatedWorld):
         put = self.random.choice(self.puts)
         if self.random.random() < 0.3:
             self.random.shuffle(put.wanted)
-        count = self.random.randrange(1, 4)
+        count = self.random.randrange(1, self.commit_blocks_max + 1)
         chosen, put.wanted = put.wanted[:count], put.wanted[count:]
         if not put.wanted:
             self.puts.remove(put)
@@ -303,7 +310,8 @@ class Simulation(SimulatedWorld):
         if not self.held:
             return
         held = self.random.choice(self.held)
-        block = self.random.randrange(held.found.matched_tokens // 4)
+        slots = held.found.slots  # what is leased may end before what was matched
+        block = slots.first_block + self.random.randrange(len(slots.places))
         right = held.engine.payload(held.engine.keys(held.tokens)[block], held.epoch).tobytes()
 
         def check(answer: Any) -> None:
