@@ -305,7 +305,8 @@ class Daemon:
             return
         self._manager.reloading(self.clock.now())
         try:
-            _log.info("%s", self._reloader.reload())
+            # Its own words as the message: others that repeat must not have it left out.
+            _log.info(str(self._reloader.reload()))
             self.config = self._reloader.running
         except ConfigError as error:
             _log.error("the configuration was not reloaded: %s", error)

@@ -174,7 +174,7 @@ def test_sizes_that_cannot_be_are_refused(world: World) -> None:
     assert world.check() == before
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_a_resized_store_may_miss_and_never_lies(world: World, seed: int) -> None:
     """I1, I6, I22: puts, leases, clears and resizes in any order; what is served is right."""
     random, held = Random(seed), list[Any]()
