@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstore.cli.admin import counted
 from kvstore.cli.output import finish, json_option, print_json
 from kvstore.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.fsck import Finding
 
 MARKS = ("format.json", "segments", "index", "epochs", "epochs.copy")
 
@@ -35,10 +38,26 @@ def command(directory: Path, repair: bool, as_json: bool) -> None:
     lock = FileLock(directory / "LOCK", f"the disk tier in {directory}")
     try:
         with progress_bar() as progress:
-            findings = fsck(directory, repair, progress)
+            findings = fsck(directory, repair, progress) + spaces(directory, repair)
     finally:
         lock.release()
     _report([finding._asdict() for finding in findings], repair, as_json)
+
+
+def spaces(directory: Path, repair: bool) -> list[Finding]:
+    """What is wrong with the files that say which spaces there are."""
+    from kvstore.store.record import SPACES_NAME, mend_spaces, read_spaces, spaces_problem
+    from kvstore.tiers.disk.fsck import Finding
+
+    what = spaces_problem(directory)
+    if not what:
+        return []
+    lost = not read_spaces(directory / SPACES_NAME)
+    done = "every block is dropped at the next start" if lost else "both written anew, with both's"
+    if repair:
+        mend_spaces(directory)
+    repaired = repair and not spaces_problem(directory)
+    return [Finding("spaces", SPACES_NAME, what, done, repaired)]
 
 
 def _report(findings: list[dict[str, Any]], repair: bool, as_json: bool) -> None:

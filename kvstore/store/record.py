@@ -1,6 +1,7 @@
 """Record: which spaces exist, and their epochs and clears, in small files that survive a crash.
 
-They lie in the disk tier's directory where there is one, else in the host pools'.
+They lie in the disk tier's directory where there is one, else in the host pools'. Spaces are
+written twice, like epochs: a bit that flips in one copy costs no block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvstore.core.space import Space
 from kvstore.core.spec import KVSpec
 from kvstore.tiers.epochs import EpochsFile, begin_with
 
-SPACES_NAME, COSTS_NAME = "spaces.json", "costs.json"
+SPACES_NAME, SPACES_COPY, COSTS_NAME = "spaces.json", "spaces.copy.json", "costs.json"
 
 
 class KnownSpace(msgspec.Struct, frozen=True):
@@ -120,12 +121,13 @@ def move_record(disk: Path, host: Path | None, first: bool) -> EpochsFile:
     # Spaces go last: until theirs is known, blocks of a space are dropped, never wrongly kept.
     epochs.take_over(host)
     old = host / SPACES_NAME
-    if old.exists():
+    if any(copy.exists() for copy in _copies(old)):
         known = read_spaces(disk / SPACES_NAME)
         more = [space for space in read_spaces(old) if space not in known]
         if more:
             _write_spaces(disk / SPACES_NAME, [*known, *more])
-        old.unlink(missing_ok=True)
+        for copy in _copies(old):
+            copy.unlink(missing_ok=True)
     costs = host / COSTS_NAME
     if costs.exists():
         if not (disk / COSTS_NAME).exists():
@@ -134,8 +136,14 @@ def move_record(disk: Path, host: Path | None, first: bool) -> EpochsFile:
     return epochs
 
 
+def _copies(path: Path) -> tuple[Path, Path]:
+    """`path` is that of the first."""
+    return path, path.with_name(SPACES_COPY)
+
+
 def _write_spaces(path: Path, known: list[KnownSpace]) -> None:
-    _replace(path, msgspec.json.encode(known))
+    for copy in _copies(path):
+        _replace(copy, msgspec.json.encode(known))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -161,11 +169,37 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def read_spaces(path: Path) -> list[KnownSpace]:
-    """Spaces written down before; none if the file is missing or damaged.
+    """Spaces written down before, in either copy; none if both are missing or damaged.
 
-    Blocks of a space that is not known any more are dropped: a miss, never a wrong answer.
+    Blocks of a space that is not known any more are dropped: a miss, never a wrong answer. One that
+    no block belongs to, as a flipped bit may make of another, is forgotten at the next start.
     """
+    known: list[KnownSpace] = []
+    for copy in _copies(path):
+        known += [space for space in _read(copy) or [] if space not in known]
+    return known
+
+
+def _read(path: Path) -> list[KnownSpace] | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[KnownSpace])
     except (FileNotFoundError, msgspec.DecodeError, ValueError):
-        return []
+        return None
+
+
+def spaces_problem(directory: Path) -> str:
+    """What is wrong with the copies, in a sentence; empty if nothing is, or none was written."""
+    first, second = _copies(directory / SPACES_NAME)
+    if not first.exists() and not second.exists():
+        return ""
+    one, two = _read(first), _read(second)
+    if one is None and two is None:
+        return f"{first} and its copy are damaged"
+    if one is None or two is None:
+        return f"{first if one is None else second} is missing or damaged"
+    return "" if one == two else f"{first} and {second.name} differ"
+
+
+def mend_spaces(directory: Path) -> None:
+    """Writes both copies anew, with all that either of them knows."""
+    _write_spaces(directory / SPACES_NAME, read_spaces(directory / SPACES_NAME))

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from daemons import SPEC
 
 from kvstore.cli import fsck
 from kvstore.cli.main import run
 from kvstore.core.keys import block_key
+from kvstore.core.space import Space
 from kvstore.core.spec import root_digest
+from kvstore.store.record import FileRecord, KnownSpace
 from kvstore.tiers.base import BlockHeader
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.epochs import EpochsFile
@@ -93,6 +96,30 @@ def test_what_cannot_be_mended_is_exit_1(path: Path, capfd: pytest.CaptureFixtur
     assert "not repaired" in text
     assert "by hand" in text
     assert Path("/etc/passwd").exists()
+
+
+def test_spaces_are_written_twice(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """I9, I13: a flipped bit in one of the two files that name the spaces costs no space; fsck says
+    so, and writes both anew. With both damaged it says what that costs."""
+    record = FileRecord(path, EpochsFile(path), lambda: 1)
+    record.remember(Space(1, SPEC, "default", ""))
+    assert said(capfd, str(path)) == (0, "all is well\n")
+    for name in ("spaces.json", "spaces.copy.json"):
+        for spoiled in (b"[{]", (path / name).read_bytes().replace(b'"m"', b'"n"'), None):
+            if spoiled is None:
+                (path / name).unlink()
+            else:
+                (path / name).write_bytes(spoiled)
+            known = FileRecord(path, EpochsFile(path), lambda: 1).known
+            assert KnownSpace(SPEC, "default") in known
+            code, text = said(capfd, str(path))
+            assert (code, "spaces" in text) == (1, True)
+            code, text = said(capfd, str(path), "--repair")
+            assert (code, "repaired: both written anew" in text) == (0, True)
+            assert said(capfd, str(path)) == (0, "all is well\n")
+    for name in ("spaces.json", "spaces.copy.json"):
+        (path / name).write_bytes(b"{")
+    assert "every block is dropped" in said(capfd, str(path))[1]
 
 
 def test_only_tiers_are_looked_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

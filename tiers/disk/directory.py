@@ -24,7 +24,8 @@ FORMAT, SEGMENTS, INDEX = "format.json", "segments", "index"
 ASIDE, LOADING = "index.damaged", "index.loading"
 OURS = {FORMAT, FORMAT + ".new", SEGMENTS, INDEX, ASIDE, LOADING}
 NEIGHBOURS = {
-    "LOCK", "spaces.json", "spaces.new", "spaces.json.damaged", "epochs", "epochs.copy",
+    "LOCK", "spaces.json", "spaces.new", "spaces.copy.json", "spaces.copy.new", "epochs",
+    "epochs.copy",
     "epochs.new", "epochs.copy.new", "epochs.damaged", "epochs.copy.damaged", "lost+found",
 }  # fmt: skip
 
