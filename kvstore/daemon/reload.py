@@ -81,7 +81,7 @@ class Reloader:
         config, asked = self._source.load(), self._source.read()
         keys = changed(self._asked, asked)
         applied = [key for key in keys if key in LIVE or self._fits_the_pool(key, config)]
-        refused = []
+        refused: list[str] = []
         if DISK_SIZE in keys and "tiers.disk.path" not in keys and self._store.parts.disk:
             sentence = self._resize_disk(config)
             (refused if sentence else applied).append(sentence or DISK_SIZE)

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -214,24 +213,27 @@ class DiskResizer:
         parts.stop_reading(move.reader)
         # A copy made now would seem to have come after a clear that is under way.
         stale = kept is None or move.space.closing or move.space.epoch != move.epoch
-        unused, old, bad = [], [], []
+        unused: list[int] = []
+        old: list[int] = []
+        bad: list[tuple[Run, int]] = []
         for n, (position, shard, place) in enumerate(move.slots):
-            run, i = spots.get(position, (None, 0))
-            there = run is not None and index.place(run, i, shard, DISK) == place
-            if kept is not None and kept[n] and there and not stale and not self._is_held(run, i):
-                index.set_place(run, i, shard, DISK, move.targets[n])
+            spot = spots.get(position)
+            if spot is None or index.place(*spot, shard, DISK) != place:
+                unused.append(move.targets[n])
+            elif kept is not None and kept[n] and not stale and not self._is_held(*spot):
+                index.set_place(*spot, shard, DISK, move.targets[n])
                 old.append(place)
-                continue
-            unused.append(move.targets[n])
-            if there and kept is not None and not kept[n]:
-                bad.append((run, i))
+            else:
+                unused.append(move.targets[n])
+                if kept is not None and not kept[n]:
+                    bad.append(spot)
         parts.retired[DISK].retire(unused)
         parts.retired[DISK].retire(old, list(parts.readers))
         for run, i in reversed(bad):
             if run.alive and i < run.ready:
                 self._remover.lose_copy(run, i, DISK, "corrupt")
 
-    def _is_held(self, run: Any, i: int) -> bool:
+    def _is_held(self, run: Run, i: int) -> bool:
         return i < run.anchored_blocks() or bool(self._parts.index.anchored_below(run))
 
     # ---- The end ----
