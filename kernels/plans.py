@@ -161,7 +161,10 @@ def _extend_tiles(target: str, shape: Shape, rows: int) -> tuple[int, int, int, 
             return min(few, 32), 32, 4, 1
         return few, (64 if short else 32), 4, 1
     if shape.value_bytes == 4:
-        return ROWS_MIN, (32 if narrow else 16), (4 if narrow and shape.parts == 2 else 8), 2
+        # Codes in rows that are not short spill registers in larger tiles, or with fewer threads.
+        if not narrow or (shape.parts == 2 and not short):
+            return ROWS_MIN, 16, 8, 2
+        return ROWS_MIN, 32, (4 if shape.parts == 2 else 8), 2
     if shape.kv_format == "int4_kivi":
         return _extend_int4(target, shape, few)
     if rows <= 64:
