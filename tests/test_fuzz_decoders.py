@@ -21,7 +21,8 @@ from google.protobuf.message_factory import GetMessageClass
 from kvstore.client.frames import FrameError, FrameReader
 from kvstore.client.located import unpack
 from kvstore.client.wire import plan_of
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.core.key_file import DiskKey, parse_keys
 from kvstore.core.lane import FrameKind, pack_frame
 from kvstore.core.slots import decode_slots, encode_slots
 from kvstore.core.spec import KVSpec
@@ -31,6 +32,8 @@ from kvstore.store.record import KnownSpace, read_spaces
 from kvstore.tiers import epochs, record
 from kvstore.tiers.base import BlockHeader
 from kvstore.tiers.disk import directory, index, layout
+from kvstore.tiers.disk.entries import parse_record, seal_record
+from kvstore.tiers.disk.vault import Vault
 from kvstore.tiers.host import layout as pool_layout
 
 STORE, SERIAL, SLOT, SEED = bytes(range(16)), 7, 3, 99
@@ -39,6 +42,8 @@ HEADER = BlockHeader(
     epoch=2, length=12_000, symbol=bytes(64),
 )  # fmt: skip
 RECORD = record.SlotRecord(HEADER, b"c" * 16, 77)
+VAULT = Vault([DiskKey("k", b"k" * 32)])
+SECRET = RECORD._replace(seal=VAULT.sealer(b"").finish())
 GEOMETRY = layout.Geometry(12288, 4096, 20, 1 << 20)
 SPEC = KVSpec(
     model="m", revision="r", num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32",
@@ -146,13 +151,26 @@ DECODERS = {
         (layout.pack_header(RECORD, STORE, SERIAL, SLOT, 4096),),
         sealed=sealed_header, only=(RECORD, None),
     ),
+    "encrypted header on disk": Decoder(
+        lambda raw: layout.parse_header(raw, STORE, SERIAL, SLOT, VAULT),
+        (layout.pack_header(SECRET, STORE, SERIAL, SLOT, 4096, VAULT),),
+        sealed=sealed_header, only=(SECRET, None),
+    ),
+    "encrypted record": Decoder(
+        lambda raw: parse_record(raw, VAULT, b"p"), (seal_record(SECRET, VAULT, b"p"),),
+        only=(SECRET, None),
+    ),
+    "file of keys": Decoder(
+        lambda raw: [key.secret for key in parse_keys(raw, "f")],
+        (b"a " + b"0f" * 32 + b"\n# c\nb " + b"A" * 43 + b"=\n",), (ConfigError,),
+    ),
     "entry of the index": Decoder(
         lambda raw: index.parse_value(index.pack_key(SERIAL, SLOT), raw),
         (index.pack_value(index.pack_key(SERIAL, SLOT), RECORD),),
         sealed=sealed_value, only=(RECORD, None),
     ),
     "slot header in a pool": Decoder(
-        lambda raw: record.parse(raw, 4096, SEED), (record.pack(*RECORD, 4096, SEED),),
+        lambda raw: record.parse(raw, 4096, SEED), (record.pack(*RECORD[:3], 4096, SEED),),
         sealed=sealed_slot, only=(RECORD, None),
     ),
     "superblock of a pool": Decoder(

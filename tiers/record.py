@@ -38,6 +38,8 @@ class SlotRecord(NamedTuple):
     header: BlockHeader
     checksum: bytes
     generation: int
+    seal: bytes = b""
+    """How the payload is encrypted; empty where it is not."""
 
 
 def header_bytes(symbol_bytes: int) -> int:

@@ -15,7 +15,7 @@ from kvstore.cli.output import finish, json_option, print_json
 from kvstore.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvstore.tiers.disk.fsck import Finding
+    from kvstore.tiers.disk.fsck import Checked, Finding
 
 MARKS = ("format.json", "segments", "index", "epochs", "epochs.copy")
 
@@ -23,25 +23,34 @@ MARKS = ("format.json", "segments", "index", "epochs", "epochs.copy")
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--repair", is_flag=True, help="Mend what is found; what cannot be mended goes.")
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), metavar="FILE",
+    help="The keys of an encrypted tier, as tiers.disk.key_file; without them its blocks cannot "
+    "be checked.",
+)  # fmt: skip
 @json_option
-def command(directory: Path, repair: bool, as_json: bool) -> None:
+def command(directory: Path, repair: bool, key_file: Path | None, as_json: bool) -> None:
     """Check every file of the disk tier in DIR: headers, payloads, index, epochs, modes.
 
     The daemon must not run. Without --repair nothing is changed; with it, blocks that are damaged
     are dropped, so that what is left is right. Exit 1 if damage remains.
     """
+    from kvstore.daemon.tiers import open_vault
     from kvstore.locks import FileLock
-    from kvstore.tiers.disk.fsck import fsck
+    from kvstore.tiers.disk.fsck import inspect
 
     if not any((directory / mark).exists() for mark in MARKS):
         raise ConfigError(f"{directory} is no disk tier's directory; pass tiers.disk.path")
+    vault = open_vault(str(key_file or ""))
     lock = FileLock(directory / "LOCK", f"the disk tier in {directory}")
     try:
         with progress_bar() as progress:
-            findings = fsck(directory, repair, progress) + spaces(directory, repair)
+            checked = inspect(directory, repair, progress, vault)
+            findings = checked.findings + spaces(directory, repair)
+            checked = checked._replace(findings=findings)
     finally:
         lock.release()
-    _report([finding._asdict() for finding in findings], repair, as_json)
+    _report(checked, repair, as_json)
 
 
 def spaces(directory: Path, repair: bool) -> list[Finding]:
@@ -60,15 +69,21 @@ def spaces(directory: Path, repair: bool) -> list[Finding]:
     return [Finding("spaces", SPACES_NAME, what, done, repaired)]
 
 
-def _report(findings: list[dict[str, Any]], repair: bool, as_json: bool) -> None:
+def _report(checked: Checked, repair: bool, as_json: bool) -> None:
+    findings: list[dict[str, Any]] = [finding._asdict() for finding in checked.findings]
     left = sum(not finding["repaired"] for finding in findings)
     if as_json:
-        print_json({"findings": findings, "damage_remains": left > 0})
+        answer = {"findings": findings, "damage_remains": left > 0}
+        print_json(answer | {"unchecked_blocks": checked.unchecked})
     else:
+        for key, count in checked.unchecked.items():
+            blocks = counted(count, "encrypted block")
+            click.echo(f"{blocks} could not be checked: pass --key-file with key {key}")
         for finding in findings:
             word = "repaired" if finding["repaired"] else "repair"
             click.echo(f"{finding['what']}; {word}: {finding['repair']}")
-        said = counted(len(findings), "finding") if findings else "all is well"
+        fine = "all else is well" if checked.unchecked else "all is well"
+        said = counted(len(findings), "finding") if findings else fine
         rest = f", {left:,} not repaired" if repair else "; --repair mends what can be mended"
         click.echo(f"{said}{rest}" if left else said)
     finish(not left)

@@ -100,6 +100,7 @@ class DiskSection(Section, frozen=True):
     read_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     bytes_per_second_max: Size | None = None
     direct: bool = True
+    key_file: str = ""
 
 
 class HbmSection(Section, frozen=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.key_file import read_key_file
 from kvstore.core.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def check_disk(config: Config, machine: Machine) -> None:
         raise ConfigError(f"tiers.disk.size is {disk.size}; pass 16MiB or more")
     _check_place(config, machine)
     _check_room(disk, machine)
+    if disk.key_file:
+        read_key_file(disk.key_file)
 
 
 def _check_place(config: Config, machine: Machine) -> None:

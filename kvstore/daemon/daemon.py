@@ -179,6 +179,8 @@ class Daemon:
                     "took back %d blocks of an earlier daemon, dropped %d",
                     found.adopted_blocks, found.dropped_shards,
                 )  # fmt: skip
+        tiers.tell_keys()
+        self.metrics.locked(tiers.locked_block_count)
         for note in self.store.parts.costs.notes:
             _log.warning("%s", note)
         gc.collect()
@@ -202,7 +204,7 @@ class Daemon:
         if self._source is not None:
             self._reloader = Reloader(
                 self.store, sessions, self.clock, config, self._source,
-                lambda size: self._tiers.host.set_ceiling("", size),
+                lambda size: self._tiers.host.set_ceiling("", size), self._tiers.take_keys,
             )  # fmt: skip
         budget = MessageBudget(int(limits.inflight_message_bytes))
         group = parse_group("server.socket_group", config.server.socket_group)

@@ -30,6 +30,7 @@ LIVE = frozenset({
 # Live too: up to the size that the pool was made with, and up to what its file system has room for.
 HOST_SIZE, DISK_SIZE = "tiers.host.size", "tiers.disk.size"
 ISOLATION = "tenants[].isolated and host_size"
+KEYS = "keys in tiers.disk.key_file"
 
 
 class ConfigSource(NamedTuple):
@@ -68,10 +69,11 @@ class Reloader:
         running: Config,
         source: ConfigSource,
         resize: Callable[[int], None] = lambda byte_count: None,
+        take_keys: Callable[[str], bool] = lambda key_file: False,
     ) -> None:
         self._store, self._sessions, self._clock = store, sessions, clock
         self._source = source
-        self._resize = resize
+        self._resize, self._take_keys = resize, take_keys
         self._opened_bytes = running.host_pools[""]
         self._asked = source.read()
         self.running = running
@@ -79,6 +81,7 @@ class Reloader:
     def reload(self) -> Outcome:
         """Reads the configuration again; raises ConfigError, and then changes nothing."""
         config, asked = self._source.load(), self._source.read()
+        has_new_keys = self._take_keys(self.running.tiers.disk.key_file)
         keys = changed(self._asked, asked)
         applied = [key for key in keys if key in LIVE or self._fits_the_pool(key, config)]
         refused: list[str] = []
@@ -96,7 +99,7 @@ class Reloader:
         if ISOLATION not in waiting:
             self._asked = with_keys(self._asked, ["tenants"], asked)
         self._apply(before, config)
-        return Outcome(applied, waiting, refused)
+        return Outcome([*applied, KEYS] if has_new_keys else applied, waiting, refused)
 
     def _merged(self, applied: list[str], config: Config) -> Config:
         """The settings in force from now on: pools stay what they were opened with."""

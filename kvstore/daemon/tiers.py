@@ -6,11 +6,13 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvstore.core.config import Config, HostSection
 from kvstore.core.config_hbm import device_uuids
+from kvstore.core.errors import ConfigError
 from kvstore.core.generations import Generations
+from kvstore.core.key_file import read_key_file
 from kvstore.daemon.gpu import Gpus, open_gpus
 from kvstore.locks import FileLock, private_directory
 from kvstore.mover import (
@@ -30,6 +32,9 @@ from kvstore.tiers.epochs import EpochsFile
 from kvstore.tiers.host import HostTier, PoolConfig
 from kvstore.tiers.throttle import ThrottledTier
 
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
+
 LOCK_NAME = "LOCK"
 WRITE_THREADS = 2
 
@@ -44,6 +49,7 @@ class OpenTiers(NamedTuple):
     record: MemoryRecord | FileRecord
     epochs: EpochsFile | None
     gpus: Gpus | None = None
+    vault: Vault | None = None
 
     @property
     def hbm(self) -> tuple[DeviceTier, ...]:
@@ -54,6 +60,32 @@ class OpenTiers(NamedTuple):
         """What was dropped, mended or could not be had at the start."""
         parts = (self.host, self.disk, self.epochs)
         return [note for part in parts if part is not None for note in part.notes]
+
+    @property
+    def locked_block_count(self) -> int:
+        """Encrypted blocks on disk that no key opened."""
+        return 0 if self.disk is None else self.disk.locked_block_count
+
+    def take_keys(self, key_file: str) -> bool:
+        """Reads the keys of the disk tier again; whether it writes with another one from now on.
+
+        Raises ConfigError, and then nothing has changed.
+        """
+        if self.vault is None:
+            return False
+        is_other = self.vault.take(read_key_file(key_file))
+        self.tell_keys()
+        return is_other
+
+    def tell_keys(self) -> None:
+        """Logs which key is written with, and which are still needed to read."""
+        if self.vault is not None and self.disk is not None:
+            counts = sorted(self.disk.blocks_by_key().items())
+            told = [f"{count} with {name}" for name, count in counts]
+            _log.info(
+                "blocks are written to disk with key %s; there are %s",
+                self.vault.writing, ", ".join(told) or "none yet",
+            )  # fmt: skip
 
 
 def lock_directories(config: Config) -> list[FileLock]:
@@ -79,6 +111,7 @@ def open_tiers(config: Config) -> OpenTiers:
     host_config, disk_config = config.tiers.host, config.tiers.disk
     shm = Path(host_config.directory) if host_config.pool == "shm" else None
     path = Path(disk_config.path) if disk_config.path else None
+    vault = open_vault(disk_config.key_file if disk_config.path else "")
     epochs: EpochsFile | None = None
     if path is not None:
         read_format(path)  # of another version nothing is touched, its record neither
@@ -90,7 +123,7 @@ def open_tiers(config: Config) -> OpenTiers:
     if path is not None:
         disk = DiskTier(
             path, config.disk_bytes, reserve_bytes=int(disk_config.reserve),
-            generations=generations, direct=disk_config.direct,
+            generations=generations, direct=disk_config.direct, vault=vault,
         )  # fmt: skip
     host = _open_host(config, host_config, shm, generations)
     record: MemoryRecord | FileRecord = MemoryRecord()
@@ -98,7 +131,21 @@ def open_tiers(config: Config) -> OpenTiers:
     if epochs is not None and directory is not None:
         record = FileRecord(directory, epochs, lambda: generations.next, path is not None)
     gpus = open_gpus(config, host.memories, generations)
-    return OpenTiers(host, disk, record, epochs, gpus)
+    return OpenTiers(host, disk, record, epochs, gpus, vault)
+
+
+def open_vault(key_file: str) -> Vault | None:
+    """What encrypts the disk tier; None without a file of keys. Raises ConfigError."""
+    if not key_file:
+        return None
+    try:
+        from kvstore.tiers.disk.vault import Vault
+    except ImportError as error:
+        raise ConfigError(
+            "tiers.disk.key_file needs cryptography; run `pip install kvstore-daemon[encryption]` "
+            "or set it to ''"
+        ) from error
+    return Vault(read_key_file(key_file))
 
 
 def paced(disk: DiskTier | None, config: Config) -> Tier | None:

@@ -257,6 +257,9 @@ class Metrics(Recorder):
     def readopted(self, tier: str, blocks: int) -> None:
         self.number("kvstore_readopted_blocks_total", tier).add(blocks)
 
+    def locked(self, blocks: int) -> None:
+        self.number("kvstore_locked_blocks_total").add(blocks)
+
     def limit_rejected(self, limit: str) -> None:
         self.number("kvstore_limit_rejections_total", limit).add()
 

@@ -220,6 +220,10 @@ TABLE = (
         "Blocks that did not match their checksum; each was a miss.", TIER,
     ),
     Row(
+        "kvstore_locked_blocks_total", COUNTER,
+        "Encrypted blocks dropped at the start because no key of the file opens them.",
+    ),
+    Row(
         "kvstore_readopted_blocks_total", COUNTER,
         "Blocks of an earlier daemon taken over at the start.", TIER,
     ),

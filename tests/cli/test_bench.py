@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kvstore.bench.measure import alternate, document
 from kvstore.bench.scrape import stall_quantile
-from kvstore.cli.bench import TARGETS
+from kvstore.cli.bench import TARGETS, TARGETS_ALONE
 from kvstore.cli.main import run
 
 
@@ -43,6 +44,15 @@ def test_stall_quantile_is_an_upper_bound() -> None:
     after = {0.001: 108.0, 0.005: 110.0, float("inf"): 110.0}
     assert stall_quantile(before, after, 0.98) == 0.001
     assert stall_quantile(before, after, 0.99) == 0.005
+
+
+def test_quick_encryption(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An encrypted tier against one in clear: the same bytes from both, and processor time."""
+    assert run(["bench", "encryption", "--quick", "--json", "--path", str(tmp_path)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["wrong_bytes"] == 0
+    assert all(result[figure] > 0 for figure in TARGETS_ALONE["encryption"])
+    assert result["cpu_seconds_per_gigabyte"]["read_sealed"] > 0
 
 
 @pytest.mark.long

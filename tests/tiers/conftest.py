@@ -13,9 +13,11 @@ import pytest
 from fake_cuda import fake_driver
 
 from kvstore.core.clock import ManualClock
+from kvstore.core.key_file import DiskKey
 from kvstore.cuda.device import Device
 from kvstore.tiers.base import AddressableTier, BlockHeader, Tier
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.vault import Vault
 from kvstore.tiers.faulty import FaultyTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.host import HostTier, PoolConfig
@@ -75,7 +77,9 @@ class Subject:
 
     def _make(self) -> Tier:
         if self.kind.startswith("disk"):
-            return DiskTier(self._directory, DISK_BYTES, direct=self.kind == "disk")
+            vault = Vault([DiskKey("k", bytes(32))]) if self.kind == "disk-encrypted" else None
+            direct = self.kind != "disk-buffered"
+            return DiskTier(self._directory, DISK_BYTES, direct=direct, vault=vault)
         sizes = dict.fromkeys(self.pools, POOL_BYTES)
         if self.kind.startswith("hbm"):
             return HbmTier(Device(driver=fake_driver()), sizes, buffer_bytes=100_000)
@@ -120,7 +124,10 @@ ADDRESSABLE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=[*ADDRESSABLE, "disk", "disk-buffered", "hbm", "hbm-lazy-two"])
+OTHERS = ["disk", "disk-buffered", "disk-encrypted", "hbm", "hbm-lazy-two"]
+
+
+@pytest.fixture(params=[*ADDRESSABLE, *OTHERS])
 def subject(
     request: pytest.FixtureRequest, shm_directory: Path, disk_directory: Path,
     monkeypatch: pytest.MonkeyPatch,

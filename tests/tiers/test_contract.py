@@ -137,6 +137,8 @@ def test_write_refuses_what_does_not_fit(subject):
 def test_padding_is_zeroed(subject):
     """I21: what an earlier block left in a slot is gone, up to the slot's end."""
     tier = subject.tier
+    if subject.kind == "disk-encrypted":
+        pytest.skip("only whole payloads open; tests/tiers/test_disk_encryption.py looks at files")
     places = tier.reserve(SIZE, 16, 4)
     for place in places:
         tier.write(place, np.full(SLOT, 255, np.uint8))

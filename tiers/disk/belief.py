@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ class Belief(NamedTuple):
     stale: list[bytes]
     """Keys of the index without a block."""
     torn_header_count: int
+    missing: Counter[int]
+    """Keys that encrypted blocks need, as `Loaded.missing`; these blocks do not count as there."""
 
 
 def believe(
@@ -35,7 +38,7 @@ def believe(
     if loaded is None:
         records = [(s, i, r) for s in segments for i, r in scanner.headers(segments[s])]
         blocks = found.of_records(records)
-        return _told(Belief(blocks, blocks, [], _torn(segments)), notes)
+        return _told(Belief(blocks, blocks, [], _torn(segments), _missing(segments)), notes)
     kept = _reachable(loaded.blocks, segments)
     records = []
     for segment in segments.values():
@@ -44,7 +47,7 @@ def believe(
     newer = found.of_records(records)
     stale = loaded.blocks.only(~kept).keys() if not kept.all() else []
     blocks = loaded.blocks.only(kept).plus(newer)
-    return _told(Belief(blocks, newer, stale, _torn(segments)), notes)
+    return _told(Belief(blocks, newer, stale, _torn(segments), loaded.missing), notes)
 
 
 def _reachable(blocks: Found, segments: Mapping[int, FoundSegment]) -> np.ndarray:
@@ -83,6 +86,10 @@ def _scan(
         for index, record in headers.items()
         if record.generation > least
     ]
+
+
+def _missing(segments: Mapping[int, FoundSegment]) -> Counter[int]:
+    return sum((segment.missing for segment in segments.values()), Counter())
 
 
 def _torn(segments: Mapping[int, FoundSegment]) -> int:

@@ -36,14 +36,16 @@ class DiskBooks:
     """
 
     def __init__(
-        self, capacity_bytes: int, shift: int, least_order: int, room: Room, next_serial: int
-    ) -> None:
+        self, capacity_bytes: int, shift: int, least_order: int, room: Room, next_serial: int,
+        with_seals: bool = False,
+    ) -> None:  # fmt: skip
         self.lock = threading.Lock()
         self.slab = ResizableSlab(
             capacity_bytes, self._assign, self._release, shift, CHUNK_OVERHEAD, least_order
         )
         self.room = room
         self.next_serial = next_serial
+        self._with_seals = with_seals
         self.segments: dict[int, Segment] = {}
         self.doomed: list[Segment] = []
         self.gone_serials: set[int] = set()
@@ -57,7 +59,8 @@ class DiskBooks:
         if not self.room.may_grow(length):
             return False
         self.room.planned_bytes += length
-        self.segments[chunk.offset] = Segment(self.next_serial, chunk)
+        segment = Segment(self.next_serial, chunk, with_seals=self._with_seals)
+        self.segments[chunk.offset] = segment
         self.next_serial += 1
         return True
 
@@ -265,6 +268,12 @@ class DiskBooks:
             )
             found[known[here]] = segment.generations[index[here]]
         return found
+
+    def streams(self) -> np.ndarray:
+        """The streams of the seals of all published slots, in a tier with keys."""
+        with self.lock:
+            found = [s.seals["stream"][s.generations != 0] for s in self.segments.values()]
+        return np.concatenate([*found, np.zeros(0, np.uint32)])
 
     def checksum(self, place: int) -> bytes:
         segment, index = self.locate(place)

@@ -43,7 +43,9 @@ def _order(segment: FoundSegment, shift: int) -> int:
     return (segment.chunk_bytes >> shift).bit_length() - 1
 
 
-def restore(books: DiskBooks, segments: Sequence[FoundSegment], blocks: Found) -> None:
+def restore(
+    books: DiskBooks, segments: Sequence[FoundSegment], blocks: Found, with_seals: bool = False
+) -> None:
     """Enters the segments in the books, all slots RESTING, and gives the blocks their places."""
     largest_first = sorted(segments, key=lambda s: s.chunk_bytes, reverse=True)
     for segment in largest_first:
@@ -51,7 +53,8 @@ def restore(books: DiskBooks, segments: Sequence[FoundSegment], blocks: Found) -
         assert geometry is not None, "the segment is understood"
         chunk = books.slab.restore_anywhere(order, geometry.slot_bytes, geometry.header_bytes)
         assert chunk is not None, "the segments were found to fit"
-        made = books.segments[chunk.offset] = Segment(segment.serial, chunk, segment.fd)
+        made = Segment(segment.serial, chunk, segment.fd, with_seals)
+        books.segments[chunk.offset] = made
         made.cell, made.sequence = segment.cell, segment.sequence
         made.entered = segment.entered
     _place(books, blocks)

@@ -9,6 +9,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,24 +29,53 @@ from kvstore.tiers.disk.loading import end_probation
 from kvstore.tiers.disk.opening import Opening
 from kvstore.tiers.epochs import EpochsFile
 
-__all__ = ["Finding", "fsck"]
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
+
+__all__ = ["Checked", "Finding", "fsck", "inspect"]
+
+
+class Checked(NamedTuple):
+    """What a look at a directory found, and what it could not look into."""
+
+    findings: list[Finding]
+    unchecked: dict[str, int]
+    """Encrypted blocks without a key, by the id of the key they need."""
 
 
 def fsck(
     path: Path, repair: bool = False, progress: Progress = lambda done, total: None
 ) -> list[Finding]:
+    """The findings of `inspect`, without keys."""
+    return inspect(path, repair, progress).findings
+
+
+def inspect(
+    path: Path,
+    repair: bool = False,
+    progress: Progress = lambda done, total: None,
+    vault: Vault | None = None,
+) -> Checked:
     """Everything that is wrong; with `repair`, mended where that can be, and checked again.
 
-    The caller holds the lock of the directory. Raises TierError if it cannot be looked at.
+    The caller holds the lock of the directory. Raises TierError if it cannot be looked at, or
+    where a repair would lose encrypted blocks because their key is not given.
     """
     if not path.is_dir():
         raise TierError(f"{path} is no directory; name the directory of a disk tier")
-    seen = Inspection(path, progress)
+    seen = Inspection(path, progress, vault)
+    unchecked = {f"{key:08x}": count for key, count in seen.missing.items() if key}
     if not repair or not seen.findings:
-        return seen.findings
+        return Checked(seen.findings, unchecked)
+    if unchecked:
+        raise TierError(
+            f"{path} holds blocks that need keys which are not given ({', '.join(unchecked)}), and "
+            "a repair would drop them; pass --key-file with these keys"
+        )
     _mend(seen)
-    left = {(f.kind, f.where) for f in Inspection(path, progress).findings}
-    return [f._replace(repaired=(f.kind, f.where) not in left) for f in seen.findings]
+    left = {(f.kind, f.where) for f in Inspection(path, progress, vault).findings}
+    mended = [f._replace(repaired=(f.kind, f.where) not in left) for f in seen.findings]
+    return Checked(mended, unchecked)
 
 
 def _mend(seen: Inspection) -> None:
@@ -62,7 +92,7 @@ def _mend(seen: Inspection) -> None:
 
 def _start(seen: Inspection) -> None:
     """Everything that a start puts right; and the entries of blocks that are lost."""
-    opened = Opening(seen.path, ANY_SIZE, 0, False, FileIO()).run()
+    opened = Opening(seen.path, ANY_SIZE, 0, False, FileIO(), seen.vault).run()
     try:
         lost = [pack_key(b.segment.serial, b.slot) for b in seen.bad_blocks if not _can_mend(b)]
         if lost and not opened.problem:
@@ -88,7 +118,7 @@ def _mend_pages(seen: Inspection) -> None:
         page = aligned(geometry.header_bytes)
         if _can_mend(block):
             packed = pack_header(
-                block.record, store_id, block.segment.serial, block.slot, len(page)
+                block.record, store_id, block.segment.serial, block.slot, len(page), seen.vault
             )
             page[:] = np.frombuffer(packed, np.uint8)
         _write(io, seen.path / directory.SEGMENTS / block.segment.name, page,

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,13 +35,14 @@ from kvstore.tiers.disk.index import (
     Meta,
     entry_bytes,
     pack_key,
-    pack_value,
-    parse_value,
 )
 from kvstore.tiers.disk.io import PAGE, FileIO, aligned
 from kvstore.tiers.disk.layout import CELLS, pack_cell, pack_header, parse_header
 from kvstore.tiers.disk.segments import Segment, SegmentFiles
 from kvstore.tiers.record import SlotRecord
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 FULL = "its index is full; raise tiers.disk.size or store fewer blocks"
 WANTED_MAX = 0.5
@@ -62,9 +63,9 @@ class Committer:
     def __init__(
         self, books: DiskBooks, files: SegmentFiles, index: DiskIndex, meta: Meta,
         store_id: bytes, generations: Generations, health: Health, io: FileIO,
-        index_works: Callable[[], None],
+        index_works: Callable[[], None], vault: Vault | None = None,
     ) -> None:  # fmt: skip
-        self._books, self._files, self._index = books, files, index
+        self._books, self._files, self._index, self._vault = books, files, index, vault
         self._meta, self._store_id = meta, store_id
         self._sequence = meta.sequence
         self._generations, self._health, self._io = generations, health, io
@@ -122,7 +123,8 @@ class Committer:
         with self.lock:
             if not self._index.is_open:
                 return
-            read = self._index.blocks()
+            has_keys = self._vault is not None
+            read = self._index.sealed_blocks() if has_keys else self._index.blocks()
             assert read is not None, "the index is damaged"
             entries = dict(zip(*read, strict=True))
             for key in self._books.pending().values():
@@ -130,7 +132,7 @@ class Committer:
             for segment in list(self._books.segments.values()):
                 for index in np.flatnonzero(segment.generations).tolist():
                     key = pack_key(segment.serial, index)
-                    self._check_block(segment, index, parse_value(key, entries.pop(key)))
+                    self._check_block(segment, index, self._index.parse(key, entries.pop(key)))
             assert not set(entries) - self._forgotten, "the index holds blocks that are not there"
 
     def _check_block(self, segment: Segment, index: int, entry: SlotRecord | None) -> None:
@@ -139,7 +141,7 @@ class Committer:
         assert entry.checksum == segment.checksums[index].tobytes(), "checksums disagree"
         page = aligned(segment.geometry.header_bytes)
         self._io.read_all(segment.fd, [page], segment.geometry.header_at(index))
-        header = parse_header(page.tobytes(), self._store_id, segment.serial, index)
+        header = parse_header(page.tobytes(), self._store_id, segment.serial, index, self._vault)
         assert header == entry, "a header is not what the index says"
 
     def _refuse_if_read_only(self) -> None:
@@ -148,7 +150,8 @@ class Committer:
 
     def _has_room(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> bool:
         """Whether the index can take these and stay below its limit."""
-        needed = sum(entry_bytes(len(header.symbol)) for _, header, _ in blocks)
+        sealed = self._vault is not None
+        needed = sum(entry_bytes(len(header.symbol), sealed) for _, header, _ in blocks)
         self._wanted_ratio = needed / self._index.map_bytes
         return self._index.used_ratio + self._wanted_ratio < FULL_RATIO
 
@@ -168,7 +171,10 @@ class Committer:
         for place, header, checksum in blocks:
             segment, index = self._books.locate(place)
             assert header.length <= segment.geometry.payload_bytes, "the payload outgrew its slot"
-            record = SlotRecord(header, checksum, self._generations.take())
+            seal = b""
+            if self._vault is not None:
+                seal = self._vault.expand(segment.seals[index]) or self._vault.unwritten()
+            record = SlotRecord(header, checksum, self._generations.take(), seal)
             group.append(_Block(place, segment, index, record))
         return group
 
@@ -203,7 +209,9 @@ class Committer:
         segment, size = members[0].segment, members[0].segment.geometry.header_bytes
         pages = aligned(len(members) * size).reshape(len(members), size)
         for row, block in zip(pages, members, strict=True):
-            packed = pack_header(block.record, self._store_id, segment.serial, block.slot, size)
+            packed = pack_header(
+                block.record, self._store_id, segment.serial, block.slot, size, self._vault
+            )
             row[:] = np.frombuffer(packed, np.uint8)
         indexes = np.array([block.slot for block in members])
         starts = [0, *(np.flatnonzero(np.diff(indexes) != 1) + 1).tolist(), len(members)]
@@ -225,15 +233,14 @@ class Committer:
         gone = set(self._books.gone_serials)
         changes = Changes(deletes=[*removals.values(), *self._forgotten], gone_segments=gone)
         for block in group:
-            key = pack_key(block.segment.serial, block.slot)
-            changes.puts.append((key, pack_value(key, block.record)))
+            self._index.enter(changes, block.segment.serial, block.slot, block.record)
             if not block.segment.entered:
                 changes.segments[block.segment.serial] = block.segment.geometry
         meta = self._next_meta(group)
         try:
             self._index.commit(changes, meta)
         except TierError as error:
-            self._forgotten.update(key for key, _ in changes.puts)
+            self._forgotten.update(key for key, _ in (*changes.puts, *changes.sealed_puts))
             if isinstance(error, IndexLost):
                 self._reopen(meta)
             raise self._health.failed("write its index", error) from error

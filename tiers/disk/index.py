@@ -1,6 +1,7 @@
 """The index of a disk tier: an LMDB file of what is stored where, one transaction a group.
 
     blocks     serial (4 bytes, big-endian), slot (4)  ->  header fields, symbol, check
+    sealed     the same, of encrypted blocks           ->  all of that encrypted, check
     segments   serial (4)                              ->  class, chunk bytes, check
     meta       "meta"                                  ->  counters of the tier, check
 
@@ -16,17 +17,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 import numpy as np
 import xxhash
 
 from kvstore.core.errors import TierError
-from kvstore.tiers.base import BlockHeader
+from kvstore.tiers.disk.entries import (
+    SEALED_EXTRA_BYTES,
+    VALUE,
+    identity,
+    pack_fields,
+    parse_fields,
+    parse_record,
+    seal_record,
+)
 from kvstore.tiers.disk.io import PAGE, FileIO, whole_pages
 from kvstore.tiers.disk.layout import STORE_ID_BYTES, VERSION, Geometry
 from kvstore.tiers.record import SlotRecord
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 FULL_RATIO = 0.8
 """No block is entered from here on: deleting needs room, too."""
@@ -35,14 +47,13 @@ FILE, NEW_FILE = "data.mdb", "data.new"
 
 _KEY = struct.Struct(">II")
 _SERIAL = struct.Struct(">I")
-VALUE = struct.Struct("<QQQII32s32s16s16s16s")
 CHECK_BYTES = 8
 _SEGMENT = struct.Struct("<QQQQ")
 _META = struct.Struct(f"<I{STORE_ID_BYTES}sQQQQ")
 _LMDB_META = struct.Struct("<16xI116xQQ")
 _LMDB_MAGIC = 0xBEEFC0DE
 _META_KEY = b"meta"
-_NAMES = (b"blocks", b"segments", b"meta")
+_NAMES = (b"blocks", b"segments", b"meta", b"sealed")
 
 
 class IndexFull(TierError):
@@ -71,14 +82,15 @@ class Changes:
     """What one transaction does."""
 
     puts: list[tuple[bytes, bytes]] = field(default_factory=list)
+    sealed_puts: list[tuple[bytes, bytes]] = field(default_factory=list)
     deletes: Sequence[bytes] = ()
     segments: dict[int, Geometry] = field(default_factory=dict)
     gone_segments: Iterable[int] = ()
 
 
-def entry_bytes(symbol_bytes: int) -> int:
+def entry_bytes(symbol_bytes: int, is_sealed: bool = False) -> int:
     """What an entry takes of the map, at most: large ones lie on pages of their own."""
-    size = VALUE.size + symbol_bytes + CHECK_BYTES
+    size = VALUE.size + symbol_bytes + CHECK_BYTES + (SEALED_EXTRA_BYTES if is_sealed else 0)
     return 2 * size if size < PAGE // 2 else whole_pages(size + CHECK_BYTES * 2) + PAGE // 16
 
 
@@ -87,15 +99,7 @@ def pack_key(serial: int, index: int) -> bytes:
 
 
 def pack_value(key: bytes, record: SlotRecord) -> bytes:
-    header = record.header
-    body = (
-        VALUE.pack(
-            record.generation, header.epoch, header.length, header.position, header.shard,
-            header.space, header.root, header.key, header.parent_key, record.checksum,
-        )
-        + header.symbol
-    )  # fmt: skip
-    return _checked(key, body)
+    return _checked(key, pack_fields(record))
 
 
 def parse_value(key: bytes, raw: bytes) -> SlotRecord | None:
@@ -103,12 +107,7 @@ def parse_value(key: bytes, raw: bytes) -> SlotRecord | None:
     body = raw[:-CHECK_BYTES]
     if len(body) < VALUE.size or _checked(key, body) != raw:
         return None
-    (
-        generation, epoch, length, position, shard, space, root, block_key, parent_key, checksum,
-    ) = VALUE.unpack_from(body)  # fmt: skip
-    symbol = body[VALUE.size :]
-    header = BlockHeader(space, root, block_key, parent_key, position, shard, epoch, length, symbol)
-    return SlotRecord(header, checksum, generation)
+    return parse_fields(body)
 
 
 def _checked(key: bytes, body: bytes) -> bytes:
@@ -122,8 +121,11 @@ class DiskIndex:
     raises IndexLost.
     """
 
-    def __init__(self, path: Path, map_bytes: int, store_id: bytes, io: FileIO) -> None:
+    def __init__(
+        self, path: Path, map_bytes: int, store_id: bytes, io: FileIO, vault: Vault | None = None
+    ) -> None:
         self._path, self.map_bytes, self.store_id, self._io = path, map_bytes, store_id, io
+        self.vault = vault
         self._env: Any = None
 
     def open(self) -> None:
@@ -134,7 +136,7 @@ class DiskIndex:
                 str(self._path), map_size=self.map_bytes, max_dbs=len(_NAMES), lock=False,
                 mode=0o600, sync=True, metasync=True, writemap=False,
             )  # fmt: skip
-            self._blocks, self._segments, self._meta = map(self._env.open_db, _NAMES)
+            self._blocks, self._segments, self._meta, self._sealed = map(self._env.open_db, _NAMES)
         except (lmdb.Error, OSError) as error:
             self.close()
             raise IndexLost(f"the index in {self._path} cannot be opened ({error})") from error
@@ -205,7 +207,8 @@ class DiskIndex:
         transaction = self._env.begin(write=True)
         try:
             for key in changes.deletes:
-                transaction.delete(key, db=self._blocks)
+                if not transaction.delete(key, db=self._blocks):
+                    transaction.delete(key, db=self._sealed)
             for serial in changes.gone_segments:
                 transaction.delete(_SERIAL.pack(serial), db=self._segments)
             for serial, geometry in changes.segments.items():
@@ -214,6 +217,8 @@ class DiskIndex:
                 transaction.put(key, _checked(key, body), db=self._segments)
             for key, value in changes.puts:
                 transaction.put(key, value, db=self._blocks)
+            for key, value in changes.sealed_puts:
+                transaction.put(key, value, db=self._sealed)
             if meta is not None:
                 body = _META.pack(VERSION, self.store_id, *meta)
                 transaction.put(_META_KEY, _checked(_META_KEY, body), db=self._meta)
@@ -221,6 +226,20 @@ class DiskIndex:
         except BaseException:
             transaction.abort()
             raise
+
+    def enter(self, changes: Changes, serial: int, slot: int, record: SlotRecord) -> None:
+        """Makes a block part of `changes`, encrypted if its payload is."""
+        key = pack_key(serial, slot)
+        if not record.seal:
+            changes.puts.append((key, pack_value(key, record)))
+            return
+        assert self.vault is not None, "sealed records are written with keys"
+        sealed = seal_record(record, self.vault, self.place(serial, slot))
+        changes.sealed_puts.append((key, _checked(key, sealed)))
+
+    def place(self, serial: int, slot: int) -> bytes:
+        """What an encrypted entry is authenticated with."""
+        return identity(b"entry", self.store_id, serial, slot)
 
     def meta(self) -> Meta | None:
         """The counters; None if there are none, they are damaged or another store's."""
@@ -249,13 +268,20 @@ class DiskIndex:
         return found
 
     def blocks(self) -> tuple[list[bytes], list[bytes]] | None:
-        """Keys, ascending, and values of all blocks; None if anything about them is wrong."""
+        """Keys, ascending, and values of all in clear; None if anything about them is wrong."""
+        return self._entries(self._blocks, VALUE.size + CHECK_BYTES)
+
+    def sealed_blocks(self) -> tuple[list[bytes], list[bytes]] | None:
+        """The same of encrypted blocks, unopened."""
+        return self._entries(self._sealed, SEALED_EXTRA_BYTES + VALUE.size + CHECK_BYTES)
+
+    def _entries(self, db: Any, least_bytes: int) -> tuple[list[bytes], list[bytes]] | None:
         with self._env.begin() as transaction:
-            count = transaction.stat(self._blocks)["entries"]
+            count = transaction.stat(db)["entries"]
             # A damaged tree may lead in circles, so one more than there should be is enough.
-            cursor = transaction.cursor(db=self._blocks)
+            cursor = transaction.cursor(db=db)
             values = list(islice(cursor.iternext(keys=False, values=True), count + 1))
-            cursor = transaction.cursor(db=self._blocks)
+            cursor = transaction.cursor(db=db)
             keys = list(islice(cursor.iternext(keys=True, values=False), count + 1))
         if len(keys) != count or len(values) != count:
             return None
@@ -265,20 +291,31 @@ class DiskIndex:
         checks = [digest(key + raw[:at]) for key, raw in zip(keys, values, strict=True)]
         if checks != [raw[at:] for raw in values]:
             return None
-        is_whole = not values or min(map(len, values)) >= VALUE.size + CHECK_BYTES
+        is_whole = not values or min(map(len, values)) >= least_bytes
         return (keys, values) if is_whole else None
 
     def block(self, key: bytes) -> SlotRecord | None:
         """One entry; None if it is not there or damaged."""
         with self._env.begin() as transaction:
-            raw = transaction.get(key, db=self._blocks)
-        return None if raw is None else parse_value(key, raw)
+            table = self._blocks if self.vault is None else self._sealed
+            raw = transaction.get(key, db=table)
+        return None if raw is None else self.parse(key, raw)
+
+    def parse(self, key: bytes, raw: bytes) -> SlotRecord | None:
+        """None if it is damaged, another place's, or its key is not there."""
+        if self.vault is None:
+            return parse_value(key, raw)
+        sealed = raw[:-CHECK_BYTES]
+        if _checked(key, sealed) != raw:
+            return None
+        return parse_record(sealed, self.vault, self.place(*_KEY.unpack(key)))
 
     @property
     def used_ratio(self) -> float:
         """Share of the map that holds something."""
         with self._env.begin() as transaction:
-            stats = [transaction.stat(db) for db in (self._blocks, self._segments, self._meta)]
+            tables = (self._blocks, self._segments, self._meta, self._sealed)
+            stats = [transaction.stat(db) for db in tables]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         used: float = pages * PAGE / self.map_bytes
         return used

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,7 +20,7 @@ from kvstore.tiers import epochs
 from kvstore.tiers.disk import directory
 from kvstore.tiers.disk.belief import Belief, believe
 from kvstore.tiers.disk.directory import Format
-from kvstore.tiers.disk.found import record_of
+from kvstore.tiers.disk.entries import identity
 from kvstore.tiers.disk.index import DiskIndex
 from kvstore.tiers.disk.io import BOUNCE_BYTES, PAGE, FileIO, aligned, whole_pages
 from kvstore.tiers.disk.layout import CELLS, parse_cell, parse_header
@@ -27,6 +28,9 @@ from kvstore.tiers.disk.loading import Loaded, is_sound, read
 from kvstore.tiers.disk.scanning import FoundSegment, Scanner, find_format
 from kvstore.tiers.disk.segments import SegmentFiles, file_name
 from kvstore.tiers.record import SlotRecord
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 Progress = Callable[[int, int], None]
 ANY_SIZE = 1 << 60
@@ -53,10 +57,14 @@ class BadBlock(NamedTuple):
 
 
 class Inspection:
-    """One look at a directory; `findings`, and what a repair needs to know about them."""
+    """One look at a directory; `findings`, and what a repair needs to know about them.
 
-    def __init__(self, path: Path, progress: Progress) -> None:
-        self.path, self._progress, self._io = path, progress, FileIO()
+    `missing` counts encrypted blocks that could not be looked into, by the key that they need.
+    """
+
+    def __init__(self, path: Path, progress: Progress, vault: Vault | None = None) -> None:
+        self.path, self._progress, self._io, self.vault = path, progress, FileIO(), vault
+        self.missing: Counter[int] = Counter()
         self.findings: list[Finding] = []
         self.open_modes: list[Path] = []
         self.bad_blocks: list[BadBlock] = []
@@ -117,7 +125,7 @@ class Inspection:
         files = SegmentFiles(
             self.path, ANY_SIZE, MAP_BYTES, known.store_id, 1 << known.unit_shift, False, self._io
         )
-        scanner = Scanner(files, known, self._io)
+        scanner = Scanner(files, known, self._io, self.vault)
         segments: list[FoundSegment] = []
         try:
             self._look_for_strangers()
@@ -125,6 +133,8 @@ class Inspection:
             loaded = self._look_at_index(known, bool(segments))
             kept = self._look_at_segments(segments, loaded)
             belief = believe(scanner, loaded, kept, [])
+            self.missing = belief.missing
+            self._look_at_forgeries(belief.missing[0])
             self._compare(loaded, belief, kept)
             self._look_at_cells(kept, loaded, belief, known)
             self._look_at_payloads(belief, kept, known)
@@ -132,6 +142,11 @@ class Inspection:
             for segment in segments:
                 os.close(segment.fd)
             files.close()
+
+    def _look_at_forgeries(self, count: int) -> None:
+        if count:
+            what = f"{count} blocks are in clear, or do not open with the key that they name"
+            self._add("sealed", directory.INDEX, what, "the blocks are dropped")
 
     def _look_for_strangers(self) -> None:
         for place in sorted((self.path / directory.SEGMENTS).iterdir()):
@@ -144,7 +159,7 @@ class Inspection:
             if has_segments:
                 self._lost_index("missing")
             return None
-        index = DiskIndex(folder, MAP_BYTES, known.store_id, self._io)
+        index = DiskIndex(folder, MAP_BYTES, known.store_id, self._io, self.vault)
         loaded = read(index) if is_sound(self.path, index) else None
         index.close()
         if loaded is None:
@@ -233,7 +248,7 @@ class Inspection:
         total, done = int(blocks.rows["length"].sum()), 0
         for at in order.tolist():
             segment, slot = kept[int(blocks.serials[at])], int(blocks.indexes[at])
-            record = record_of(blocks.rows[at], blocks.symbols[at])
+            record = blocks.record(at)
             self._look_at_block(segment, slot, record, known)
             done += record.header.length
             self._progress(done, total)
@@ -244,11 +259,15 @@ class Inspection:
         geometry = segment.geometry
         assert geometry is not None, "the segment is understood"
         raw = self._page(segment, geometry.header_at(slot), geometry.header_bytes)
-        header_is_right = parse_header(raw, known.store_id, segment.serial, slot) == record
-        check = xxhash.xxh3_128()
-        for piece in self._pieces(segment, geometry.payload_at(slot), record.header.length):
-            check.update(piece)
-        payload_is_right = check.digest() == record.checksum
+        header_is_right = (
+            parse_header(raw, known.store_id, segment.serial, slot, self.vault) == record
+        )
+        pieces = self._pieces(segment, geometry.payload_at(slot), record.header.length)
+        if record.seal:
+            place = identity(b"payload", known.store_id, segment.serial, slot)
+            payload_is_right = self._opens(pieces, record, place)
+        else:
+            payload_is_right = _checksum(pieces) == record.checksum
         if header_is_right and payload_is_right:
             return
         self.bad_blocks.append(BadBlock(segment, slot, record, payload_is_right))
@@ -260,6 +279,15 @@ class Inspection:
         else:
             what = f"the header of block {key} in {where} is damaged"
             self._add("header", where, what, "written anew from the index")
+
+    def _opens(self, pieces: Iterator[bytes], record: SlotRecord, place: bytes) -> bool:
+        """Whether an encrypted payload is genuine, and what was stored."""
+        assert self.vault is not None, "without keys it would be missing"
+        opener = self.vault.opener(record.seal, place)
+        if opener is None:
+            return False
+        checksum = _checksum(map(opener.update_bytes, pieces))
+        return opener.is_genuine() and checksum == record.checksum
 
     def _page(self, segment: FoundSegment, at: int, length: int) -> bytes:
         page = aligned(length)
@@ -273,3 +301,10 @@ class Inspection:
         for start in range(0, length, BOUNCE_BYTES):
             count = min(BOUNCE_BYTES, length - start)
             yield self._page(segment, at + start, whole_pages(count))[:count]
+
+
+def _checksum(pieces: Iterable[bytes]) -> bytes:
+    check = xxhash.xxh3_128()
+    for piece in pieces:
+        check.update(piece)
+    return check.digest()

@@ -5,21 +5,32 @@
     page 3 ...       headers: whole pages for each slot, at a place that follows from its number
     then             payloads, back to back, each in whole pages
 
-A header names segment and slot, so one that ends up elsewhere does not count. Codec, key
-identity, nonce and tag are zero: room for payloads that are compressed or encrypted one day.
+A header names segment and slot, so one that ends up elsewhere does not count. Of an encrypted
+block it tells only these, the generation, and what opens the rest (codec 1).
 """
 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from kvstore.tiers.base import BlockHeader
 from kvstore.tiers.chunks import Chunk, slot_count
+from kvstore.tiers.disk.entries import (
+    SEALED_EXTRA_BYTES,
+    VALUE,
+    identity,
+    key_id_of,
+    parse_record,
+    seal_record,
+)
 from kvstore.tiers.disk.io import PAGE, whole_pages
 from kvstore.tiers.record import SlotRecord
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 VERSION = 1
 VERSIONS_READ = (VERSION,)
@@ -34,6 +45,8 @@ _CHECK_BYTES = 16
 _SUPERBLOCK = struct.Struct("<8sI16sIQQQQQ")
 _CELL = struct.Struct("<8sI16sIQ")
 _HEADER = struct.Struct("<4sHHI12s16sIIQQQIII16s16s16s32s32s")
+_SEALED = struct.Struct("<4sHHIIQI")
+PLAIN_CODEC, SEALED_CODEC = 0, 1
 _SUPERBLOCK_MAGIC = b"KVSEGMNT"
 _CELL_MAGIC = b"KVGROUP\x00"
 _HEADER_MAGIC = b"KVDH"
@@ -91,9 +104,21 @@ def geometry_of(chunk: Chunk) -> Geometry:
     return Geometry(payload, chunk.header_bytes, chunk.slot_count, chunk.size_bytes)
 
 
-def header_bytes(symbol_bytes: int) -> int:
+class SealedHeader(NamedTuple):
+    """What an encrypted header tells without a key."""
+
+    generation: int
+    raw: bytes
+
+    @property
+    def key_id(self) -> int:
+        return key_id_of(self.raw)
+
+
+def header_bytes(symbol_bytes: int, is_sealed: bool = False) -> int:
     """Bytes of a slot's header with a symbol of at most this size: whole pages."""
-    return whole_pages(_HEADER.size + symbol_bytes + _CHECK_BYTES)
+    sealed = _SEALED.size + SEALED_EXTRA_BYTES + VALUE.size
+    return whole_pages((sealed if is_sealed else _HEADER.size) + symbol_bytes + _CHECK_BYTES)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
@@ -132,8 +157,14 @@ def parse_cell(raw: bytes, store_id: bytes, serial: int) -> int:
     return sequence if known else 0
 
 
-def pack_header(record: SlotRecord, store_id: bytes, serial: int, index: int, size: int) -> bytes:
-    """All pages of the header of slot `index`."""
+def pack_header(
+    record: SlotRecord, store_id: bytes, serial: int, index: int, size: int,
+    vault: Vault | None = None,
+) -> bytes:  # fmt: skip
+    """All pages of the header of slot `index`; encrypted if the payload is."""
+    if record.seal:
+        assert vault is not None, "sealed records are written with keys"
+        return _pack_sealed(record, store_id, serial, index, size, vault)
     header = record.header
     body = (
         _HEADER.pack(
@@ -147,16 +178,52 @@ def pack_header(record: SlotRecord, store_id: bytes, serial: int, index: int, si
     return _sealed(body, size, _seed(store_id))
 
 
-def parse_header(raw: bytes, store_id: bytes, serial: int, index: int) -> SlotRecord | None:
-    """The header of slot `index`; None if there is none, it is torn, or another slot's."""
+def _pack_sealed(
+    record: SlotRecord, store_id: bytes, serial: int, index: int, size: int, vault: Vault
+) -> bytes:
+    sealed = seal_record(record, vault, identity(b"header", store_id, serial, index))
+    head = _SEALED.pack(
+        _HEADER_MAGIC, VERSION, SEALED_CODEC, serial, index, record.generation, len(sealed)
+    )
+    assert len(head) + len(sealed) + _CHECK_BYTES <= size, "the symbol is larger than reserved for"
+    return _sealed(head + sealed, size, _seed(store_id))
+
+
+def parse_sealed(raw: bytes, store_id: bytes, serial: int, index: int) -> SealedHeader | None:
+    """The encrypted header of slot `index`, unopened; None if it is anything else."""
+    if len(raw) < PAGE or raw[:4] != _HEADER_MAGIC or not _is_sealed(raw, _seed(store_id)):
+        return None
+    _, version, codec, in_segment, in_slot, generation, length = _SEALED.unpack_from(raw)
+    if version not in VERSIONS_READ or (codec, in_segment, in_slot) != (
+        SEALED_CODEC, serial, index,
+    ):  # fmt: skip
+        return None
+    if not generation or not SEALED_EXTRA_BYTES <= length <= len(raw) - _SEALED.size - _CHECK_BYTES:
+        return None
+    return SealedHeader(generation, raw[_SEALED.size : _SEALED.size + length])
+
+
+def parse_header(
+    raw: bytes, store_id: bytes, serial: int, index: int, vault: Vault | None = None
+) -> SlotRecord | None:
+    """The header of slot `index`; None if there is none, it is torn, or another slot's.
+
+    Of an encrypted one also where its key, or that of the payload, is not there. With a vault one
+    in clear does not count.
+    """
     if raw[:4] != _HEADER_MAGIC or not _is_sealed(raw, _seed(store_id)):
+        return None
+    if int.from_bytes(raw[6:8], "little") == SEALED_CODEC:
+        sealed = parse_sealed(raw, store_id, serial, index)
+        return sealed and open_header(sealed, store_id, serial, index, vault)
+    if vault is not None:
         return None
     (
         _, version, codec, key_id, _, _, in_segment, in_slot, generation, epoch, length, position,
         shard, symbol_bytes, key, parent_key, checksum, space, root,
     ) = _HEADER.unpack_from(raw)  # fmt: skip
     if version not in VERSIONS_READ or (codec, key_id, in_segment, in_slot) != (
-        0, 0, serial, index,
+        PLAIN_CODEC, 0, serial, index,
     ):  # fmt: skip
         return None
     if _HEADER.size + symbol_bytes + _CHECK_BYTES > len(raw) or not generation:
@@ -164,6 +231,16 @@ def parse_header(raw: bytes, store_id: bytes, serial: int, index: int) -> SlotRe
     symbol = raw[_HEADER.size : _HEADER.size + symbol_bytes]
     header = BlockHeader(space, root, key, parent_key, position, shard, epoch, length, symbol)
     return SlotRecord(header, checksum, generation)
+
+
+def open_header(
+    sealed: SealedHeader, store_id: bytes, serial: int, index: int, vault: Vault | None
+) -> SlotRecord | None:
+    """What an encrypted header says; None where a key is missing, or it is not genuine."""
+    if vault is None:
+        return None
+    record = parse_record(sealed.raw, vault, identity(b"header", store_id, serial, index))
+    return record if record is not None and record.generation == sealed.generation else None
 
 
 def _seed(store_id: bytes) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +19,9 @@ import lmdb
 
 from kvstore.core.errors import TierError
 from kvstore.tiers.disk import directory, found
+from kvstore.tiers.disk.entries import key_id_of, open_record
 from kvstore.tiers.disk.found import Found
-from kvstore.tiers.disk.index import DiskIndex, Meta, ends_too_early
+from kvstore.tiers.disk.index import CHECK_BYTES, DiskIndex, Meta, ends_too_early
 from kvstore.tiers.disk.layout import Geometry
 
 CHECK_SECONDS = 600
@@ -31,6 +33,10 @@ class Loaded(NamedTuple):
     meta: Meta
     segments: dict[int, Geometry]
     blocks: Found
+    locked: list[bytes]
+    """Keys of encrypted blocks that cannot be opened."""
+    missing: Counter[int]
+    """Which keys these need, and for how many; 0 where none helps: in clear, or not genuine."""
 
 
 def load(path: Path, index: DiskIndex, notes: list[str]) -> Loaded | None:
@@ -65,11 +71,41 @@ def read(index: DiskIndex) -> Loaded | None:
     try:
         index.open()
         meta, segments, blocks = index.meta(), index.segments(), index.blocks()
+        sealed = index.sealed_blocks()
     except (lmdb.Error, TierError, OSError):
         return None
-    if meta is None or segments is None or blocks is None:
+    if meta is None or segments is None or blocks is None or sealed is None:
         return None
-    return Loaded(meta, segments, found.of_entries(*blocks))
+    if sealed[0] and not set(sealed[0]).isdisjoint(blocks[0]):
+        return None
+    opened, locked, missing = _unlock(index, *sealed)
+    if index.vault is None:
+        return Loaded(meta, segments, found.of_entries(*blocks), locked, missing)
+    # Anybody who can write the file can write entries in clear.
+    missing[0] += len(blocks[0])
+    return Loaded(meta, segments, opened, [*locked, *blocks[0]], +missing)
+
+
+def _unlock(
+    index: DiskIndex, keys: list[bytes], values: list[bytes]
+) -> tuple[Found, list[bytes], Counter[int]]:
+    """Opens encrypted entries; those that do not open by themselves, and what they need."""
+    vault, opened, bodies = index.vault, [], []
+    locked: list[bytes] = []
+    missing: Counter[int] = Counter()
+    for key, value in zip(keys, values, strict=True):
+        body, needed = None, key_id_of(value)
+        if vault is not None and vault.has(needed):
+            place = index.place(int.from_bytes(key[:4], "big"), int.from_bytes(key[4:], "big"))
+            body = open_record(value[:-CHECK_BYTES], vault, place)
+            needed = key_id_of(body) if body is not None else 0
+        if vault is not None and body is not None and vault.has(needed):
+            opened.append(key)
+            bodies.append(body)
+        else:
+            locked.append(key)
+            missing[needed] += 1
+    return found.of_sealed(opened, bodies), locked, missing
 
 
 def is_sound(path: Path, index: DiskIndex) -> bool:

@@ -8,8 +8,10 @@ than is configured leaves first, oldest segments before others, before anything 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +21,15 @@ from kvstore.tiers.disk.belief import Belief, believe
 from kvstore.tiers.disk.books import DiskBooks
 from kvstore.tiers.disk.directory import Format, directory_bytes
 from kvstore.tiers.disk.fitting import fitting, restore
+from kvstore.tiers.disk.found import Found
 from kvstore.tiers.disk.index import FULL_RATIO, Changes, DiskIndex, Meta, entry_bytes
 from kvstore.tiers.disk.io import FileIO
 from kvstore.tiers.disk.loading import Loaded, load
 from kvstore.tiers.disk.scanning import FoundSegment, Scanner, find_format
 from kvstore.tiers.disk.segments import Room, SegmentFiles, file_name
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 SIZE_MIN = 2 << 20
 MAP_SHARE, MAP_BYTES_MIN, MAP_BYTES_MAX = 32, 512 << 10, 64 << 30
@@ -32,6 +38,10 @@ EXTENT_SHARE = 128
 """A file system may keep up to this part of a file beside it, to know where its parts lie."""
 UNITS_MAX = 1 << 20
 BATCH = 20_000
+
+
+class UnknownKeys(TierError):
+    """There are encrypted blocks, and no key that opens one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +76,12 @@ class Opening:
     """One start. Raises TierError where the directory cannot be used at all."""
 
     def __init__(
-        self, path: Path, size_bytes: int, reserve_bytes: int, direct: bool, io: FileIO
-    ) -> None:
+        self, path: Path, size_bytes: int, reserve_bytes: int, direct: bool, io: FileIO,
+        vault: Vault | None = None,
+    ) -> None:  # fmt: skip
         if size_bytes < SIZE_MIN:
             raise TierError(f"tiers.disk.size is {size_bytes} bytes; give it at least {SIZE_MIN}")
-        self._path, self._io = path, io
+        self._path, self._io, self._vault = path, io, vault
         self._size_bytes, self._reserve_bytes = size_bytes, reserve_bytes
         self._notes: list[str] = []
         self._problem = ""
@@ -89,21 +100,35 @@ class Opening:
             path, size_bytes, map_bytes(size_bytes), self._format.store_id,
             1 << self._format.unit_shift, direct, io,
         )  # fmt: skip
-        self._scanner = Scanner(self._files, self._format, io)
+        self._scanner = Scanner(self._files, self._format, io, vault)
 
     def run(self) -> Opened:
         index = DiskIndex(
             self._path / directory.INDEX, map_bytes(self._size_bytes), self._format.store_id,
-            self._io,
+            self._io, self._vault,
         )  # fmt: skip
         segments = self._scanner.survey()
+        try:
+            return self._open(index, segments)
+        except UnknownKeys:
+            index.close()
+            for segment in segments:
+                os.close(segment.fd)
+            self._files.close()
+            raise
+
+    def _open(self, index: DiskIndex, segments: list[FoundSegment]) -> Opened:
         loaded = load(self._path, index, self._notes)
+        if loaded is not None:
+            self._check_keys(loaded.missing, loaded.blocks)
         if loaded is None and segments and not self._notes:
             self._notes.append(f"{self._path} has no index; it was made anew from the segments")
         kept = self._understood(segments, loaded)
         kept = self._fitting(kept, _dead(kept, loaded))
         self._put_right(kept)
         belief = believe(self._scanner, loaded, {s.serial: s for s in kept}, self._notes)
+        self._check_keys(belief.missing, belief.blocks)
+        self._tell_of_keys(belief.missing)
         is_new = loaded is None or self._index_bytes() > map_bytes(self._size_bytes)
         if is_new:
             belief = self._within_index(belief)
@@ -114,6 +139,29 @@ class Opening:
         return Opened(
             self._format, books, self._files, index, meta, belief, self._notes, self._problem
         )
+
+    def _check_keys(self, missing: Counter[int], blocks: Found) -> None:
+        """Refuses to go on where no key fits: the blocks would be lost by a slip of the hand."""
+        ids = ", ".join(f"{key:08x}" for key in missing if key)
+        if not ids or blocks.are_sealed.any():
+            return
+        if self._vault is None:
+            raise UnknownKeys(
+                f"{self._path} holds encrypted blocks (keys {ids}), and tiers.disk.key_file is "
+                "empty; name the file with their keys or empty the directory"
+            )
+        raise UnknownKeys(
+            f"{self._path} holds encrypted blocks (keys {ids}), and no key of tiers.disk.key_file "
+            "opens one; add their key to the file or empty the directory"
+        )
+
+    def _tell_of_keys(self, missing: Counter[int]) -> None:
+        for key_id, count in sorted(missing.items()):
+            if key_id:
+                reason = f"need key {key_id:08x}, which is not there"
+            else:
+                reason = "are in clear, or do not open with the key that they name"
+            self._notes.append(f"{count} blocks {reason}; they were dropped")
 
     def _new_format(self) -> Format:
         """For a new directory, or one whose format file is lost: its segments tell then."""
@@ -167,7 +215,8 @@ class Opening:
     def _within_index(self, belief: Belief) -> Belief:
         """Without the oldest blocks where an index of this size cannot take them all."""
         blocks, most = belief.blocks, int(FULL_RATIO * map_bytes(self._size_bytes))
-        sizes = np.array([entry_bytes(len(symbol)) for symbol in blocks.symbols], np.int64)
+        each = zip(blocks.symbols, blocks.are_sealed.tolist(), strict=True)
+        sizes = np.array([entry_bytes(len(symbol), sealed) for symbol, sealed in each], np.int64)
         newest_first = np.argsort(blocks.rows["generation"])[::-1]
         fits = np.empty(len(sizes), bool)
         fits[newest_first] = np.cumsum(sizes[newest_first]) <= most
@@ -222,7 +271,7 @@ class Opening:
         serials = [s.serial + 1 for s in segments]
         return Meta(
             max([old.sequence, *(s.sequence for s in segments)]),
-            max(old.generations, highest + 1),
+            max([old.generations, highest + 1, *(s.locked_generation + 1 for s in segments)]),
             max(old.watermark, highest),
             max([old.serial, self._scanner.next_serial, *serials]),
         )
@@ -232,8 +281,9 @@ class Opening:
         shift = self._format.unit_shift
         # A directory that was made for a smaller size must not end in thousands of files.
         least_order = max(0, directory.unit_shift(self._capacity) - shift)
-        books = DiskBooks(self._capacity, shift, least_order, room, meta.serial)
-        restore(books, kept, belief.blocks)
+        has_keys = self._vault is not None
+        books = DiskBooks(self._capacity, shift, least_order, room, meta.serial, has_keys)
+        restore(books, kept, belief.blocks, has_keys)
         return books
 
     def _write(
@@ -248,10 +298,10 @@ class Opening:
                 index.open()
                 directory.sync_folder(self._path / directory.INDEX)
                 directory.sync_folder(self._path)
-                puts, deletes = belief.blocks.entries(), []
+                puts, deletes = belief.blocks, []
                 known = set[int]()
             else:
-                puts, deletes = belief.newer.entries(), belief.stale
+                puts, deletes = belief.newer, belief.stale + loaded.locked
                 known = set(loaded.segments)
             here = {s.serial: s.geometry for s in kept if s.geometry is not None}
             fresh = {serial: here[serial] for serial in here.keys() - known}
@@ -273,14 +323,17 @@ def _dead(segments: list[FoundSegment], loaded: Loaded | None) -> set[int]:
 
 
 def _in_batches(
-    index: DiskIndex, puts: list[tuple[bytes, bytes]], deletes: list[bytes], last: Changes,
-    meta: Meta,
-) -> None:  # fmt: skip
+    index: DiskIndex, puts: Found, deletes: list[bytes], last: Changes, meta: Meta
+) -> None:
     """Deletes first; the counters come with the last batch, so that half of it is no index."""
-    if not (puts or deletes or last.segments or last.gone_segments) and index.meta() == meta:
+    count = len(puts.rows)
+    if not (count or deletes or last.segments or last.gone_segments) and index.meta() == meta:
         return
     for start in range(0, len(deletes), BATCH):
         index.commit(Changes(deletes=deletes[start : start + BATCH]), None)
-    for start in range(0, len(puts), BATCH):
-        index.commit(Changes(puts=puts[start : start + BATCH]), None)
+    for start in range(0, count, BATCH):
+        batch = Changes()
+        for at in range(start, min(start + BATCH, count)):
+            index.enter(batch, int(puts.serials[at]), int(puts.indexes[at]), puts.record(at))
+        index.commit(batch, None)
     index.commit(last, meta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,20 +13,35 @@ from kvstore.tiers.chunks import SlotState
 from kvstore.tiers.disk.books import DiskBooks
 from kvstore.tiers.disk.found import Found, nothing, record_of
 
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
+
 
 class Readoption:
     """What a start found, until `finish`."""
 
-    def __init__(self, books: DiskBooks, blocks: Found) -> None:
+    def __init__(self, books: DiskBooks, blocks: Found, vault: Vault | None = None) -> None:
         self._books, self._blocks = books, blocks
         self._order: np.ndarray | None = None
+        if vault is not None:
+            self._keep_seals(vault)
+
+    def _keep_seals(self, vault: Vault) -> None:
+        """Of every block that was found: it may be read before it is adopted."""
+        offsets = self._blocks.rows["place"] << SLOT_SHIFT
+        heads = self._books.slab.chunk_heads(offsets)
+        for head in np.unique(heads).tolist():
+            segment, here = self._books.segments[head], heads == head
+            indexes = (offsets[here] - head) // segment.chunk.slot_bytes
+            seals = self._blocks.seals[here].tolist()
+            segment.seals[indexes] = [vault.compact(seal) for seal in seals]
 
     def columns(self) -> StoredColumns:
         return StoredColumns(self._blocks.rows, self._blocks.symbols)
 
     def blocks(self) -> Iterator[StoredBlock]:
         for row, symbol in zip(self._blocks.rows, self._blocks.symbols, strict=True):
-            header, checksum, generation = record_of(row, symbol)
+            header, checksum, generation, _ = record_of(row, symbol)
             yield StoredBlock(int(row["place"]), header, checksum, generation)
 
     def adopt(self, places: np.ndarray) -> None:

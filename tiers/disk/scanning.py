@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,15 +18,21 @@ from kvstore.tiers.disk.layout import (
     CELLS,
     HEADER_BASE,
     Geometry,
+    SealedHeader,
     Superblock,
+    open_header,
     pack_superblock,
     parse_cell,
     parse_header,
+    parse_sealed,
     parse_superblock,
     superblock_version,
 )
 from kvstore.tiers.disk.segments import SegmentFiles
 from kvstore.tiers.record import SlotRecord
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 SCAN_BYTES = 4 << 20
 SERIALS = 1 << 32
@@ -44,6 +52,15 @@ class FoundSegment:
         self.torn_header_count = 0
         self.unreadable: set[int] = set()
         """Slots whose headers the medium did not give."""
+        self.missing: Counter[int] = Counter()
+        """Keys of headers that did not open, as `Loaded.missing`."""
+        self.locked_generation = 0
+        """The highest generation of those."""
+
+    def lock(self, key_id: int, generation: int) -> None:
+        """Counts a header that does not open."""
+        self.missing[key_id] += 1
+        self.locked_generation = max(self.locked_generation, generation)
 
     @property
     def chunk_bytes(self) -> int:
@@ -65,8 +82,10 @@ class FoundSegment:
 class Scanner:
     """Reads pages of segments; where the medium fails, it is as if nothing was there."""
 
-    def __init__(self, files: SegmentFiles, known: Format, io: FileIO) -> None:
-        self._files, self._format, self._io = files, known, io
+    def __init__(
+        self, files: SegmentFiles, known: Format, io: FileIO, vault: Vault | None = None
+    ) -> None:
+        self._files, self._format, self._io, self._vault = files, known, io, vault
         self._page = aligned(PAGE)
         self.next_serial = 1
         """Above the number of every file that `survey` saw."""
@@ -119,11 +138,28 @@ class Scanner:
             marks = np.frombuffer(raw, np.uint8).reshape(-1, size)[:, :4].any(axis=1)
             for row in np.flatnonzero(marks).tolist():
                 page = raw[row * size : (row + 1) * size]
-                record = parse_header(page, store_id, segment.serial, first + row)
+                sealed = parse_sealed(page, store_id, segment.serial, first + row)
+                if sealed is not None:
+                    record = self._open(segment, sealed, first + row)
+                    if record is None:
+                        continue
+                else:
+                    record = parse_header(page, store_id, segment.serial, first + row)
+                    if record is not None and self._vault is not None:
+                        segment.lock(0, record.generation)  # in clear: anybody may have written it
+                        continue
                 if record is None or first + row >= segment.slots_held:
                     segment.torn_header_count += 1
                 elif record.header.length <= geometry.payload_bytes:
                     yield first + row, record
+
+    def _open(self, segment: FoundSegment, sealed: SealedHeader, slot: int) -> SlotRecord | None:
+        store_id = self._format.store_id
+        record = open_header(sealed, store_id, segment.serial, slot, self._vault)
+        if record is None:
+            is_there = self._vault is not None and self._vault.has(sealed.key_id)
+            segment.lock(0 if is_there else sealed.key_id, sealed.generation)
+        return record
 
     def _header_pieces(
         self, segment: FoundSegment, geometry: Geometry

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.core.errors import TierError
 from kvstore.tiers.chunks import Chunk
 from kvstore.tiers.disk.directory import directory_bytes, index_bytes, remove_aside
+from kvstore.tiers.disk.entries import SLOT_SEAL
 from kvstore.tiers.disk.io import PAGE, FileIO, aligned
 from kvstore.tiers.disk.layout import Superblock, geometry_of, pack_superblock
 
@@ -27,14 +28,14 @@ def file_name(serial: int) -> str:
 
 
 class Segment:
-    """One file, and what memory holds of each of its slots: 24 bytes."""
+    """One file, and what memory holds of each of its slots: 24 bytes, encrypted 52."""
 
     __slots__ = (
         "cell", "checksums", "chunk", "entered", "fd", "generations", "geometry", "linked",
-        "sequence", "serial",
+        "seals", "sequence", "serial",
     )  # fmt: skip
 
-    def __init__(self, serial: int, chunk: Chunk, fd: int = -1) -> None:
+    def __init__(self, serial: int, chunk: Chunk, fd: int = -1, with_seals: bool = False) -> None:
         self.serial, self.chunk, self.geometry = serial, chunk, geometry_of(chunk)
         self.fd = fd
         self.linked = fd >= 0
@@ -45,6 +46,8 @@ class Segment:
         """Which cell was written last, and what it says."""
         self.generations = np.zeros(chunk.slot_count, np.uint64)
         self.checksums = np.zeros((chunk.slot_count, 16), np.uint8)
+        self.seals = np.zeros(chunk.slot_count if with_seals else 0, SLOT_SEAL)
+        """How payloads are encrypted, also of slots being written; none in a tier without keys."""
 
 
 class Room:

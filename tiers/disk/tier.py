@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,9 +32,13 @@ from kvstore.tiers.disk.loading import end_probation
 from kvstore.tiers.disk.opening import Opening
 from kvstore.tiers.disk.readoption import Readoption
 from kvstore.tiers.disk.resizing import Resizing
+from kvstore.tiers.disk.sealed_transfer import SealedTransfer
 from kvstore.tiers.disk.segments import Segment
 from kvstore.tiers.disk.transfer import Item, Transfer
 from kvstore.tiers.payload import as_bytes
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.vault import Vault
 
 
 class DiskTier:
@@ -43,7 +48,8 @@ class DiskTier:
     grow where the file system has less than `reserve_bytes` free. What a `commit` returned for
     comes back at the next start, whatever happens in between, unless it was discarded. `notes`
     says what was dropped or put right at open, `torn_header_count` how many headers were torn.
-    Raises TierError.
+    With a vault all that is written is encrypted, and `locked_block_count` says how many blocks
+    were dropped at open because none of its keys opens them. Raises TierError.
     """
 
     durable = True
@@ -58,22 +64,24 @@ class DiskTier:
         direct: bool = True,
         name: str = "disk",
         io: FileIO | None = None,
+        vault: Vault | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._vault = name, vault
         self._path, self._io = Path(directory), io or FileIO()
         self._generations = generations or Generations()
         self._health = Health(name, str(directory))
-        opened = Opening(self._path, size_bytes, reserve_bytes, direct, self._io).run()
+        opened = Opening(self._path, size_bytes, reserve_bytes, direct, self._io, vault).run()
         self._closed = False
         self.notes = opened.notes
         self.torn_header_count = opened.belief.torn_header_count
+        self.locked_block_count = opened.belief.missing.total()
         self._generations.raise_to(opened.meta.generations)
         self._books, self._files, self._index = opened.books, opened.files, opened.index
-        self._transfer = Transfer(self._io, lambda: self._files.direct)
-        self._readoption = Readoption(self._books, opened.belief.blocks)
+        self._transfer = self._make_transfer(opened.format.store_id)
+        self._readoption = Readoption(self._books, opened.belief.blocks, vault)
         self._committer = Committer(
             self._books, self._files, self._index, opened.meta, opened.format.store_id,
-            self._generations, self._health, self._io, lambda: end_probation(self._path),
+            self._generations, self._health, self._io, lambda: end_probation(self._path), vault,
         )  # fmt: skip
         self._resizing = Resizing(
             self._path, opened.format.unit_shift, size_bytes, self._books, self._files,
@@ -81,6 +89,11 @@ class DiskTier:
         )  # fmt: skip
         if opened.problem:
             self._health.give_up(opened.problem)
+
+    def _make_transfer(self, store_id: bytes) -> Transfer:
+        if self._vault is None:
+            return Transfer(self._io, lambda: self._files.direct)
+        return SealedTransfer(self._io, lambda: self._files.direct, self._vault, store_id)
 
     @property
     def problem(self) -> str:
@@ -97,7 +110,7 @@ class DiskTier:
         self._check_pool(pool)
         if self._health.problem:
             return []
-        return self._books.reserve(*_class(payload_bytes, symbol_bytes), count)
+        return self._books.reserve(*self._class(payload_bytes, symbol_bytes), count)
 
     def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
         self._make_files([self._books.locate(place)[0] for place, _, _ in blocks])
@@ -113,6 +126,10 @@ class DiskTier:
         """A block that is about to be discarded was found corrupt; such a slot ends its service
         after a few of them."""
         self._books.report_bad(place)
+
+    def blocks_by_key(self) -> dict[str, int]:
+        """Blocks that each key of an encrypted tier opens, by name."""
+        return {} if self._vault is None else self._vault.count_by_key(self._books.streams())
 
     def usage(self, pool: str | None = None) -> TierUsage:
         self._check_pool(pool or "")
@@ -158,11 +175,11 @@ class DiskTier:
 
     def drain_candidates(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> list[int]:
         self._check_pool(pool)
-        return self._books.drain(*_class(payload_bytes, symbol_bytes))
+        return self._books.drain(*self._class(payload_bytes, symbol_bytes))
 
     def cancel_drain(self, payload_bytes: int, symbol_bytes: int, pool: str = "") -> None:
         self._check_pool(pool)
-        self._books.cancel_drain(*_class(payload_bytes, symbol_bytes))
+        self._books.cancel_drain(*self._class(payload_bytes, symbol_bytes))
 
     def begin_resize(self, byte_count: int) -> int:
         if self._health.problem:
@@ -180,7 +197,7 @@ class DiskTier:
         return self._books.is_leaving(places)
 
     def reserve_for_move(self, payload_bytes: int, symbol_bytes: int, count: int) -> list[int]:
-        return self._books.reserve_for_move(*_class(payload_bytes, symbol_bytes), count)
+        return self._books.reserve_for_move(*self._class(payload_bytes, symbol_bytes), count)
 
     def finish_resize(self) -> int:
         try:
@@ -266,6 +283,11 @@ class DiskTier:
         if not keep:
             _delete(self._path)
 
+    def _class(self, payload_bytes: int, symbol_bytes: int) -> tuple[int, int]:
+        """(slot bytes, header bytes)."""
+        header = header_bytes(symbol_bytes, self._vault is not None)
+        return max(slot_bytes(payload_bytes), PAGE) + header, header
+
     def _check_pool(self, pool: str) -> None:
         if pool:
             raise TierError(f"tier {self.name} has no pool {pool!r}; its only pool is ''")
@@ -308,12 +330,6 @@ class DiskTier:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             self._books.suspect(places)
         return self._health.failed("write a payload", error)
-
-
-def _class(payload_bytes: int, symbol_bytes: int) -> tuple[int, int]:
-    """(slot bytes, header bytes)."""
-    header = header_bytes(symbol_bytes)
-    return max(slot_bytes(payload_bytes), PAGE) + header, header
 
 
 def _delete(path: Path) -> None:

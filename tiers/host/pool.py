@@ -142,7 +142,7 @@ class HostPool:
                 ):
                     self.torn_header_count += 1
                     continue
-                yield StoredBlock(make_place(self.number, offset), *found)
+                yield StoredBlock(make_place(self.number, offset), *found[:3])
 
     def adopt(self, offset: int) -> None:
         """RESTING -> PUBLISHED under the generation its header has."""
