@@ -74,7 +74,7 @@ def test_a_problem_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 class Tiers(NamedTuple):
     host: Any
     disk: Any
-    gpu: Any = None
+    gpus: Any = None
 
 
 class Tier:
