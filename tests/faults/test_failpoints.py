@@ -19,7 +19,7 @@ from sick_disks import BLOCKS, SickDisk
 from kvstore.client import KVClient
 from kvstore.core.errors import KVStoreError
 
-FEW = ["demote.durable", "evict.forgotten", "recover.write_index", "bump.one_written"]
+FEW = ["demote.durable", "evict.forgotten", "bump.one_written"]
 FULL, EVICTED = 16, 4  # prompts of 1 MiB: so many fill the disk, so many a round puts then
 
 
