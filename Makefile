@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .PHONY: help install kernels-env engines-env operate-env smollm2 demo demo-engine test test-long \
 	test-kernels compile-check simulate-faults mutation soak lint format \
-	typecheck proto docs docs-site bench clean
+	typecheck proto docs docs-site bench audit clean
 
 help: ## Say what there is
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -141,6 +141,12 @@ docs-site: operate-env ## Build the documentation as a site in build/site
 
 bench: install ## Measure this machine
 	$(BIN)/kvstore bench
+
+audit: ## Ask the advisory database about every pinned package; needs the internet
+	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit \
+		&& .venv-audit/bin/pip install --quiet pip-audit==2.10.1; }
+	failed=0; for lock in requirements/*.lock; do echo "$$lock"; .venv-audit/bin/pip-audit --strict \
+		--no-deps --disable-pip --progress-spinner off -r $$lock || failed=1; done; exit $$failed
 
 clean: ## Remove what was built; .venv too
 	rm -rf build dist $(VENV) $(VLLM_VENV)
