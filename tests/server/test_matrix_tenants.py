@@ -198,17 +198,25 @@ def test_staging_of_ended_sessions(daemon: ServedStore) -> None:
 def test_events(connect: Callable[..., Engine], daemon: ServedStore) -> None:
     """I18: an engine is sent the events of its own tenants and of no others."""
     mine, yours = connect("default"), connect("b")
-    yours.put(TOKENS)
     mine.put(OTHERS)
-    spaces: list[bytes] = []
+    yours.put(TOKENS)
+    found: list[Any] = []
 
-    def read() -> None:
+    def begin() -> tuple[Callable[[], None], int]:
         store = daemon.store
         session = store.open_session(Identity(uid=os.getuid()), "engine", frozenset("b"), None)
         request = pb.SubscribeRequest(from_sequence=1)
-        found = lambda event: spaces.append(event.space_id)  # noqa: E731
-        daemon.service.stream(session, "Subscribe", request, found, lambda _: None)()
-        store.close_session(session)
+        cancel = daemon.service.stream(
+            session, "Subscribe", request, found.append, lambda _: None
+        )  # fmt: skip
 
-    daemon.on_owner(read)
-    assert set(spaces) == {yours.attached.space_id}
+        def end() -> None:
+            cancel()
+            store.close_session(session)
+
+        return end, store.events.sequence
+
+    end, last = daemon.on_owner(begin)
+    assert daemon.eventually(lambda: bool(found) and found[-1].sequence == last)
+    daemon.on_owner(end)
+    assert {event.space_id for event in found} == {yours.attached.space_id}
