@@ -100,11 +100,14 @@ def test_extras_are_tested_with_the_versions_that_they_install() -> None:
 
 
 def test_core_dependencies_leave_torch_out() -> None:
-    """torch, triton and cupy come only with an extra."""
+    """torch, triton, cupy and cryptography come only with an extra."""
+    optional = ("torch", "triton", "cupy", "transformers", "cryptography")
     for requirement in PROJECT["project"]["dependencies"]:
-        assert not requirement.startswith(("torch", "triton", "cupy", "transformers")), requirement
+        assert not requirement.startswith(optional), requirement
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"bounds", "events", "torch", "triton", "transformers", "gpu"}
+    assert set(extras) == {
+        "bounds", "encryption", "events", "torch", "triton", "transformers", "gpu",
+    }  # fmt: skip
 
 
 def test_wheel_contains_only_kvstore(wheel: Path) -> None:
