@@ -17,6 +17,8 @@ SHORT := not long and not gpu and not vllm
 # ports and clocks of a machine that is theirs.
 TOGETHER := $(addprefix tests/,client core docs engines kernels policies replay server simulation \
 	store testing tiers)
+LONG := long and not soak and not gpu and not vllm
+LONG_TOGETHER := $(addprefix tests/,kernels policies replay simulation store tiers)
 # A bare `import kernels` or `import proto` must not find the folders of this tree.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -95,7 +97,8 @@ test: install kernels-env engines-env operate-env ## The suite
 	$(BIN)/pytest -m "$(SHORT)" $(TOGETHER:%=--ignore=%)
 
 test-long: install kernels-env engines-env operate-env smollm2 ## What takes minutes: crash loops, long simulations, packaging
-	$(BIN)/pytest -m "long and not soak and not gpu and not vllm"
+	$(BIN)/pytest -n 2 -m "$(LONG)" $(LONG_TOGETHER)
+	$(BIN)/pytest -m "$(LONG)" $(LONG_TOGETHER:%=--ignore=%)
 
 soak: install ## The longest forms: millions of fuzzed inputs, 64 clients, a day; about an hour
 	$(BIN)/pytest -m soak
