@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from daemons import eventually
-from loop_image import LoopImage, tell
+from loop_image import LoopImage, loop_image, tell
 from sick_disks import BLOCKS, SickDisk
 
 from kvstore.cli.main import run
@@ -22,11 +21,8 @@ IMAGE_BYTES = 256 << 20
 def image() -> Iterator[LoopImage]:
     if os.geteuid():
         pytest.skip("only root may mount")
-    folder = tempfile.mkdtemp(prefix="kvstore-image-", dir="/dev/shm")
-    made = LoopImage(Path(folder) / "loop", IMAGE_BYTES)
-    yield made
-    made.close()
-    Path(folder).rmdir()
+    with loop_image(IMAGE_BYTES) as made:
+        yield made
 
 
 @pytest.fixture

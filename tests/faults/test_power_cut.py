@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from random import Random
 import pytest
 from daemons import DaemonProcess
 from fault_shim import PRETEND, Call, FaultShim, File
-from loop_image import LoopImage, freeze
+from loop_image import LoopImage, freeze, loop_image
 from soaked import leave_report
 from writers import Expected, running
 
@@ -33,11 +32,8 @@ WRITERS = 4
 
 @pytest.fixture
 def image() -> Iterator[LoopImage]:
-    folder = tempfile.mkdtemp(prefix="kvstore-image-", dir="/dev/shm")
-    made = LoopImage(Path(folder) / "loop", IMAGE_BYTES)
-    yield made
-    made.close()
-    Path(folder).rmdir()
+    with loop_image(IMAGE_BYTES) as made:
+        yield made
 
 
 @pytest.fixture

@@ -6,7 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Nothing gets to the device by the mere passing of time: what is on it was asked to be there.
@@ -21,6 +24,16 @@ def tell(*command: str) -> str:
         raise AssertionError(f"{command[0]} is missing, and this test cannot be without") from error
     assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}{result.stdout}"
     return result.stdout
+
+
+@contextmanager
+def loop_image(size_bytes: int) -> Iterator[LoopImage]:
+    """An image in a folder of its own in memory, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-image-", dir="/dev/shm"))
+    image = LoopImage(folder / "loop", size_bytes)
+    yield image
+    image.close()
+    folder.rmdir()
 
 
 class LoopImage:

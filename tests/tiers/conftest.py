@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 from fake_cuda import fake_driver
+from sealed_world import OLD, filled
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.key_file import DiskKey
@@ -34,6 +35,15 @@ def shm_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def sealed_original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encrypted directory with blocks 0 to 39, to be copied and not changed."""
+    path = tmp_path_factory.mktemp("sealed") / "disk"
+    path.mkdir(mode=0o700)
+    filled(path, OLD)
+    return path
 
 
 @pytest.fixture

@@ -82,15 +82,6 @@ def test_the_same_blocks_without_a_key_show_it_all(disk_directory):
     assert not [secret for secrets in known for secret in secrets if secret not in raw]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encrypted directory with blocks 0 to 39."""
-    path = tmp_path_factory.mktemp("original") / "disk"
-    path.mkdir(mode=0o700)
-    filled(path, OLD)
-    return path
-
-
 def segment_and_base(path: Path) -> tuple[Path, int]:
     """The only segment, and where its first payload lies."""
     tier = opened(path, OLD)
@@ -99,10 +90,10 @@ def segment_and_base(path: Path) -> tuple[Path, int]:
     return path / "segments" / f"{segment.serial}.seg", segment.geometry.payload_base
 
 
-def test_every_flipped_bit_of_a_payload_is_a_miss(original, tmp_path):
+def test_every_flipped_bit_of_a_payload_is_a_miss(sealed_original, tmp_path):
     """I11: one bit of the ciphertext, and the block does not open; the others do."""
     random, path = Random(3), tmp_path / "disk"
-    shutil.copytree(original, path)
+    shutil.copytree(sealed_original, path)
     file, base = segment_and_base(path)
     spoiled = random.sample(range(COUNT), 10)
     with file.open("r+b") as raw:
@@ -168,10 +159,10 @@ def genuine(vault: Vault, seal: bytes, place: bytes, stored: np.ndarray) -> bool
     return opener.is_genuine()
 
 
-def test_swapped_records_are_misses(original, tmp_path):
+def test_swapped_records_are_misses(sealed_original, tmp_path):
     """I11: two blocks that change places, payloads and headers, are two misses; so is a copy."""
     path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    shutil.copytree(sealed_original, path)
     file, base = segment_and_base(path)
     raw = bytearray(file.read_bytes())
     one, two = base + 4 * 12288, base + 9 * 12288
@@ -217,10 +208,10 @@ def test_an_older_payload_in_its_own_slot_is_a_miss(disk_directory, tmp_path):
     tier.close()
 
 
-def test_fsck_needs_the_key(original, tmp_path):
+def test_fsck_needs_the_key(sealed_original, tmp_path):
     """With the key every payload is checked; without it, what cannot be is counted, not dropped."""
     path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    shutil.copytree(sealed_original, path)
     EpochsFile(path).confirm_void()
     assert inspect(path, vault=Vault([OLD])) == ([], {})
     assert inspect(path) == ([], {f"{OLD.key_id:08x}": COUNT})

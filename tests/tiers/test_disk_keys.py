@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from disk_world import SIZE, abandon, drop, header, payload, put, recovered
@@ -18,15 +17,6 @@ from kvstore.tiers.disk.layout import pack_header
 from kvstore.tiers.disk.vault import Vault
 from kvstore.tiers.payload import digest
 from kvstore.tiers.record import SlotRecord
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encrypted directory with blocks 0 to 39."""
-    path = tmp_path_factory.mktemp("original") / "disk"
-    path.mkdir(mode=0o700)
-    filled(path, OLD)
-    return path
 
 
 def test_rotation_keeps_old_blocks_readable(disk_directory):
@@ -81,10 +71,12 @@ def test_keys_change_while_the_tier_is_open(disk_directory):
 
 @pytest.mark.parametrize("lose_index", [False, True])
 @pytest.mark.parametrize("keys", [(), (OTHER,)])
-def test_without_any_key_that_fits_nothing_is_opened_or_lost(original, tmp_path, keys, lose_index):
+def test_without_any_key_that_fits_nothing_is_opened_or_lost(
+    sealed_original, tmp_path, keys, lose_index
+):
     """A wrong key file, or none, is refused in one sentence, and the blocks are there after."""
     path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    shutil.copytree(sealed_original, path)
     if lose_index:
         shutil.rmtree(path / "index")
     for _ in range(2):
@@ -114,10 +106,10 @@ def test_blocks_in_clear_do_not_count_with_keys(disk_directory, lose_index):
 
 
 @pytest.mark.parametrize("lose_index", [False, True])
-def test_a_record_in_clear_cannot_be_slipped_in(original, tmp_path, lose_index):
+def test_a_record_in_clear_cannot_be_slipped_in(sealed_original, tmp_path, lose_index):
     """I11: an entry and a header that are sound but for the key are no block, and change none."""
     path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    shutil.copytree(sealed_original, path)
     tier = opened(path, OLD)
     places = recovered(tier)
     segment, slot = tier._books.locate(places.pop(7))
@@ -166,12 +158,12 @@ def test_no_nonce_is_used_twice(disk_directory):
     assert len(seen) == written
 
 
-def test_a_directory_put_back_does_not_repeat_nonces(original, tmp_path):
+def test_a_directory_put_back_does_not_repeat_nonces(sealed_original, tmp_path):
     """Two lives that begin from the same copy write under different salts."""
     salts = set()
     for n in range(2):
         path = tmp_path / str(n)
-        shutil.copytree(original, path)
+        shutil.copytree(sealed_original, path)
         vault = Vault([OLD])
         tier = DiskTier(path, CAPACITY, vault=vault)
         recovered(tier)
@@ -182,10 +174,10 @@ def test_a_directory_put_back_does_not_repeat_nonces(original, tmp_path):
     assert len(salts) == 2
 
 
-def test_a_lost_index_is_made_anew_from_sealed_headers(original, tmp_path):
+def test_a_lost_index_is_made_anew_from_sealed_headers(sealed_original, tmp_path):
     """I13: headers alone bring every block back, under a new first key too."""
     path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    shutil.copytree(sealed_original, path)
     shutil.rmtree(path / "index")
     tier = opened(path, NEW, OLD)
     places = recovered(tier)
