@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from random import Random
 import pytest
 from daemons import DaemonProcess
 from fault_shim import PRETEND, Call, FaultShim, File
+from key_ring import KeyRing
 from loop_image import LoopImage, freeze, loop_image
 from soaked import leave_report
 from writers import Expected, running
@@ -39,20 +42,25 @@ def image() -> Iterator[LoopImage]:
 @pytest.fixture
 def daemon(image: LoopImage) -> Iterator[DaemonProcess]:
     made = DaemonProcess("32MiB")
-    configure(made, image, Random(0))
     yield made
     made.close()
 
 
 def configure(
-    daemon: DaemonProcess, image: LoopImage, random: Random, limits: str = LIMITS
-) -> None:
+    daemon: DaemonProcess, image: LoopImage, random: Random, ring: KeyRing | None = None,
+    limits: str = LIMITS,
+) -> None:  # fmt: skip
+    """A configuration for the next life; with keys they may change before it, too."""
     daemon.size = random.choice(["16MiB", "64MiB"])
     options = {
         "tiers.disk.path": f'"{image.mounted / "disk"}"',
         "tiers.disk.direct": random.choice(["true", "false"]),
         "tiers.disk.demote_watermark": random.choice([0.0, 0.2, 0.75]),
     }
+    if ring is not None:
+        options["tiers.disk.key_file"] = f'"{ring.path}"'
+        if random.random() < 0.6:
+            ring.change()
     daemon.configure(limits + "\n".join(f"{key} = {value}" for key, value in options.items()))
 
 
@@ -64,17 +72,33 @@ def cut_power(daemon: DaemonProcess, image: LoopImage) -> None:
     image.go_on_with_copy()
 
 
-def run_cuts(daemon: DaemonProcess, image: LoopImage, cuts: int, random: Random) -> Expected:
-    """Cuts the power until something is lost; `lost` of the answer names what did not come back."""
+def start_anew(daemon: DaemonProcess, image: LoopImage) -> None:
+    """An empty directory for the next life: what is in clear does not outlive that keys come."""
+    if daemon.process is not None:
+        daemon.kill()
+        daemon.lose_memory()
+    shutil.rmtree(image.mounted / "disk", ignore_errors=True)
+
+
+def run_cuts(
+    daemon: DaemonProcess, image: LoopImage, cuts: int, random: Random, ring: KeyRing | None = None
+) -> Expected:
+    """Cuts the power until something is lost; `lost` of the answer names what did not come back.
+
+    With keys these change, while the daemon writes and before it starts.
+    """
     expected = Expected()
+    start_anew(daemon, image)
+    configure(daemon, image, random, ring)
     daemon.start()
     with running(daemon.address, WRITERS, "flush") as writers:
         for _ in range(cuts):
             time.sleep(random.uniform(0.5, 1.5))
+            change_keys(daemon, random, ring)
             freeze(daemon.pid)
             expected.take(writers)
             cut_power(daemon, image)
-            configure(daemon, image, random)
+            configure(daemon, image, random, ring)
             daemon.start()
             with daemon.client(call_timeout_seconds=10.0) as client:
                 expected.check(client, random)
@@ -87,8 +111,16 @@ def run_cuts(daemon: DaemonProcess, image: LoopImage, cuts: int, random: Random)
             expected.check(client)
     complaints = [line for one in writers for line in one.complaints]
     assert not [line for line in complaints if not expected.lost or line[:4] != "LOST"]
+    assert "which is not there" not in daemon.log, "no key was taken out that blocks need"
     print(f"{sum(expected.blocks.values())} durable, {expected.checked_blocks} checked")
     return expected
+
+
+def change_keys(daemon: DaemonProcess, random: Random, ring: KeyRing | None) -> None:
+    if ring is not None and random.random() < 0.4:
+        ring.change()
+        daemon.signal(signal.SIGHUP)
+        time.sleep(random.choice([0.0, 0.01, 0.1]))
 
 
 @pytest.mark.long
@@ -100,22 +132,27 @@ def run_cuts(daemon: DaemonProcess, image: LoopImage, cuts: int, random: Random)
     ],
 )
 def test_what_was_flushed_outlives_a_power_cut(
-    daemon: DaemonProcess, image: LoopImage, cuts: int
+    daemon: DaemonProcess, image: LoopImage, tmp_path: Path, cuts: int
 ) -> None:
-    """I9, I11: over so many power cuts with an empty host after each, every block that Flush said
-    was durable is there, and what is served is right."""
-    expected = run_cuts(daemon, image, cuts, Random(1))
-    durable = sum(expected.blocks.values())
+    """I9, I11: over so many power cuts with an empty host after each, half of them with keys that
+    change, every block that Flush said was durable is there, and what is served is right."""
+    random = Random(1)
+    ring = KeyRing(tmp_path / "keys", random)
+    runs = [run_cuts(daemon, image, cuts // 2, random, keys) for keys in (None, ring)]
+    durable = sum(sum(run.blocks.values()) for run in runs)
+    lost = [what for run in runs for what in run.lost]
     leave_report(
         f"power-cuts-{cuts}",
         {
-            "cuts": cuts, "writers": WRITERS, "durable_blocks": durable,
-            "checked_blocks": expected.checked_blocks, "lost_blocks": len(expected.lost),
+            "cuts": cuts, "cuts_with_keys": cuts // 2, "keys_written": ring.written_count,
+            "writers": WRITERS, "durable_blocks": durable,
+            "checked_blocks": sum(run.checked_blocks for run in runs), "lost_blocks": len(lost),
             "wrong_bytes": 0,
         },
     )  # fmt: skip
-    assert not expected.lost, f"{expected.lost}\n{daemon.log}"
+    assert not lost, f"{lost}\n{daemon.log}"
     assert durable > 20 * cuts
+    assert ring.written_count > 1
 
 
 @pytest.mark.long
@@ -124,13 +161,16 @@ def test_what_was_flushed_outlives_a_power_cut(
 def test_a_disk_that_does_not_sync_is_found_out(
     daemon: DaemonProcess, image: LoopImage, tmp_path: Path, files: tuple[File, ...]
 ) -> None:
-    """The same with syncs that do nothing loses blocks within a few cuts, so that the test above
-    can fail; what is left is served right even then (I11), and the daemon starts (I13)."""
+    """The same with syncs that do nothing loses blocks within a few cuts, with keys or without,
+    so that the test above can fail; what is left is served right even then (I11), and the daemon
+    starts (I13)."""
     shim = FaultShim(image.mounted, tmp_path / "control")
     daemon.environ = shim.environ
     for file in files:
         shim.set(Call.SYNC, file, PRETEND)
-    expected = run_cuts(daemon, image, 12, Random(2))
+    random = Random(2)
+    ring = KeyRing(tmp_path / "keys", random) if File.INDEX not in files else None
+    expected = run_cuts(daemon, image, 12, random, ring)
     leave_report(
         f"power-cuts-without-sync-of-{len(files)}",
         {"lost": expected.lost, "durable_blocks": sum(expected.blocks.values())},
@@ -141,25 +181,43 @@ def test_a_disk_that_does_not_sync_is_found_out(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
-def test_power_cuts_of_a_disk_that_is_too_small(daemon: DaemonProcess, image: LoopImage) -> None:
+@pytest.mark.timeout(600)
+def test_power_cuts_of_a_disk_that_is_too_small(
+    daemon: DaemonProcess, image: LoopImage, tmp_path: Path
+) -> None:
     """I5, I11: where slots are given up and used again all the time, blocks may be gone after a
-    power cut, but nothing that is served is wrong."""
+    power cut, but nothing that is served is wrong; in clear, then with keys."""
+    random = Random(3)
+    runs = [
+        cuts_of_a_small_disk(daemon, image, random, ring)
+        for ring in (None, KeyRing(tmp_path / "keys", random))
+    ]
+    for expected in runs:
+        assert expected.lost, "the disk was large enough for all; nothing was tested"
+        assert expected.checked_blocks > 500
+
+
+def cuts_of_a_small_disk(
+    daemon: DaemonProcess, image: LoopImage, random: Random, ring: KeyRing | None
+) -> Expected:
+    """Five cuts, or more until there was too much for the disk: that is the machine's matter."""
     small = LIMITS.replace("320MiB", "16MiB").replace("100000", "1500")
-    expected, random = Expected(), Random(3)
-    configure(daemon, image, random, small)
+    expected, cuts = Expected(), 0
+    start_anew(daemon, image)
+    configure(daemon, image, random, ring, small)
     daemon.start()
     with running(daemon.address, WRITERS, "flush fast") as writers:
-        for _ in range(10):
+        while cuts < 5 or (not expected.lost and cuts < 25):
+            cuts += 1
             time.sleep(random.uniform(1.5, 2.5))
+            change_keys(daemon, random, ring)
             freeze(daemon.pid)
             expected.take(writers)
             cut_power(daemon, image)
-            configure(daemon, image, random, small)
+            configure(daemon, image, random, ring, small)
             daemon.start()
             with daemon.client(call_timeout_seconds=10.0) as client:
                 expected.check(client)
     complaints = [line for one in writers for line in one.complaints]
     assert not [line for line in complaints if not line.startswith("LOST")]
-    assert expected.lost, "the disk was large enough for all; nothing was tested"
-    assert expected.checked_blocks > 1_000
+    return expected
