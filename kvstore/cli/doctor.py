@@ -15,6 +15,7 @@ import click
 
 from kvstore.cli.doctor_disk import direct_io, disk
 from kvstore.cli.doctor_gpu import gpu
+from kvstore.cli.doctor_keys import keys
 from kvstore.cli.doctor_memory import cgroup, hugepages, memlock, memory_file_system
 from kvstore.cli.findings import FAIL, OK, WARN, Finding, read_lines
 from kvstore.cli.output import (
@@ -71,7 +72,7 @@ def examine(config_path: Path | None, directory: str | None = None) -> list[Find
         default_size = not asked.tiers.host.size
         findings += [memlock(config), memory_file_system(config, machine, default_size)]
         findings += [hugepages(config, meminfo()), *directories(config), *disk(config)]
-        findings += [*gpu(config), clock(config), access(config), daemon(config)]
+        findings += [*keys(config), *gpu(config), clock(config), access(config), daemon(config)]
         directory = directory or config.tiers.disk.path
     findings += [cgroup(config, machine), _user(), _open_files(), _kernel()]
     return [*findings, direct_io(directory or "."), *_versions()]

@@ -256,7 +256,7 @@ def test_the_page_lists_every_check(place: Path) -> None:
     """docs/doctor.md has each check that doctor makes, in its order, and no other."""
     page = Path(__file__).parents[2] / "docs" / "doctor.md"
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if "| `" in line]
-    more = '[tiers.hbm]\nsize = "1MiB"\n'
+    more = f'key_file = "{place}/keys"\n[tiers.hbm]\nsize = "1MiB"\n'
     assert [row.split("`")[1] for row in rows] == list(
         doctor(config(place, disk=f"{place}/disk", more=more))
     )
