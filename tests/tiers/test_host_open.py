@@ -266,8 +266,8 @@ def test_prefault_makes_pages_present_in_the_background(shm_directory):
     tier.close()
 
 
-def test_refused_locking_is_no_failure(shm_directory, monkeypatch):
-    """Where memory may not be locked the pool works without, and says why."""
+def test_refused_locking_is_no_failure(shm_directory, monkeypatch, caplog):
+    """Where memory may not be locked the pool works without, and the log says why, once."""
 
     def refuse(address, length):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -277,6 +277,7 @@ def test_refused_locking_is_no_failure(shm_directory, monkeypatch):
     tier.prefault.wait(30)
     assert (tier.prefaulted_bytes, tier.locked_bytes) == (8 * MIB, 0)
     assert "Cannot allocate memory" in tier.prefault.lock_problem
+    assert [record.getMessage() for record in caplog.records] == [tier.prefault.lock_problem]
     tier.close()
 
 

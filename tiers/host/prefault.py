@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
 from kvstore.tiers.host import pages
 
+_log = logging.getLogger("kvstore.tiers")
 SLICE_BYTES = 4 << 20
 
 
@@ -14,7 +16,7 @@ class Prefaulter:
     """Touches memory regions (address, length) so that no copy pays for a first touch.
 
     Progress is readable from any thread. A kernel that refuses to populate or to lock ends that
-    part; `prefault_problem` and `lock_problem` then say why and what to do.
+    part; `prefault_problem` and `lock_problem` then say why and what to do, and so does the log.
     """
 
     def __init__(self, regions: Sequence[tuple[int, int]], populate: bool, lock: bool) -> None:
@@ -61,6 +63,7 @@ class Prefaulter:
                     f"prefaulting stopped after {self.prefaulted_bytes} bytes "
                     f"({error.strerror}); the first write to each page is slower"
                 )
+                _log.warning("%s", self.prefault_problem)
         if self._lock:
             try:
                 pages.lock(address, length)
@@ -69,6 +72,7 @@ class Prefaulter:
                 self._lock = False
                 self.lock_problem = (
                     f"locking memory stopped after {self.locked_bytes} bytes "
-                    f"({error.strerror}); raise LimitMEMLOCK (ulimit -l) or set "
-                    "tiers.host.mlock = false"
+                    f"({error.strerror}), so the rest may be swapped out; raise LimitMEMLOCK "
+                    "(ulimit -l, --ulimit memlock=-1) or set tiers.host.mlock = false"
                 )
+                _log.warning("%s", self.lock_problem)
