@@ -75,7 +75,7 @@ def examine(config_path: Path | None, directory: str | None = None) -> list[Find
         findings += [*keys(config), *gpu(config), clock(config), access(config), daemon(config)]
         directory = directory or config.tiers.disk.path
     findings += [cgroup(config, machine), _user(), _open_files(), _kernel()]
-    return [*findings, direct_io(directory or "."), *_versions()]
+    return [*findings, direct_io(directory), *_versions()]
 
 
 def _configuration(path: Path | None) -> Finding:
@@ -109,7 +109,7 @@ def directories(config: Config) -> list[Finding]:
     findings = []
     for key, path in places.items():
         name = "socket directory" if key == "server.socket" else "pool directory"
-        if not path.exists():
+        if not os.path.exists(path):  # Path.exists raises where it may not look
             findings.append(Finding(name, OK, f"{path} is not there yet"))
         elif path.stat().st_uid != os.geteuid():
             owner = path.stat().st_uid
@@ -136,7 +136,13 @@ def access(config: Config) -> Finding:
 
 def daemon(config: Config) -> Finding:
     """How the daemon of this configuration is, where one runs: its state, and clock jumps."""
-    if not Path(config.server.socket).exists():
+    place = Path(config.server.socket).parent
+    if os.path.isdir(place) and not os.access(place, os.X_OK):
+        return Finding(
+            "daemon", WARN, f"uid {os.geteuid()} may not enter {place}",
+            "run this as the daemon's user, or as one of the group server.socket_group",
+        )  # fmt: skip
+    if not os.path.exists(config.server.socket):
         return Finding("daemon", OK, f"none at {config.server.socket}")
     from kvstore.client import KVClient
 

@@ -17,7 +17,7 @@ import msgspec
 from kvstore.core.config_input import apply_environment, explain, merge
 from kvstore.core.config_rules import check, index_block_bytes
 from kvstore.core.errors import ConfigError
-from kvstore.core.machine import LocalMachine, Machine
+from kvstore.core.machine import LocalMachine, Machine, may_be_there
 from kvstore.core.prices import Prices
 from kvstore.core.section import Section
 from kvstore.core.sizes import AUTO, AutoSize, Size, parse_size
@@ -291,9 +291,9 @@ def default_socket(environ: Mapping[str, str]) -> str:
 
 
 def find_socket(environ: Mapping[str, str], socket: str | None = None) -> str:
-    """Where a client looks for the daemon: the first candidate that exists, else the first."""
+    """Where a client looks for the daemon: the first candidate that may exist, else the first."""
     candidates = [socket] if socket else _socket_candidates(environ)
-    return next((path for path in candidates if Path(path).exists()), candidates[0])
+    return next((path for path in candidates if may_be_there(path)), candidates[0])
 
 
 def _socket_candidates(environ: Mapping[str, str]) -> list[str]:

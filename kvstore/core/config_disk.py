@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +49,19 @@ def check_disk(config: Config, machine: Machine) -> None:
 
 def _check_place(config: Config, machine: Machine) -> None:
     path, host = Path(config.tiers.disk.path), config.tiers.host
-    if not path.parent.is_dir():
+    try:
+        has_parent, is_other = path.parent.is_dir(), path.exists() and not path.is_dir()
+    except PermissionError:
+        raise ConfigError(
+            f"tiers.disk.path is {path}, where uid {os.geteuid()} may not look; run as the user of "
+            "that directory or pass another"
+        ) from None
+    if not has_parent:
         raise ConfigError(
             f"tiers.disk.path is {path}, but {path.parent} does not exist; make it or pass "
             "another directory"
         )
-    if path.exists() and not path.is_dir():
+    if is_other:
         raise ConfigError(f"tiers.disk.path is {path}, which is no directory; pass another")
     pool, here = Path(host.directory).resolve(), path.resolve()
     if host.pool == "shm" and (here.is_relative_to(pool) or pool.is_relative_to(here)):

@@ -133,11 +133,22 @@ def file_system_type(path: Path) -> str:
 
 
 def existing_parent(path: str) -> Path:
-    """`path` itself if it exists, else its nearest ancestor that does."""
+    """`path` itself if it exists, else its nearest ancestor that does.
+
+    What is in a directory that this user may not enter counts as not there.
+    """
     here = Path(path).absolute()
-    while not here.exists():
+    while not os.path.exists(here):  # Path.exists raises where it may not look
         here = here.parent
     return here
+
+
+def may_be_there(path: str) -> bool:
+    """Whether something is at `path`, or may be: in a directory that this user may not enter."""
+    try:
+        return Path(path).exists()
+    except PermissionError:
+        return True
 
 
 def meminfo() -> dict[str, int]:
