@@ -16,9 +16,15 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.main import run
+from kvstore.core.config import load
+from kvstore.core.machine import FixedMachine
+from kvstore.server.access import Access
+from kvstore.store.sessions import Identity
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "container" / "Containerfile"
+EXAMPLE = ROOT / "deploy" / "container" / "kvstore.toml"
+DEPLOY = ROOT / "docs" / "deploy.md"
 HADOLINT = Path(sys.executable).with_name("hadolint")
 UID = 64000
 # What a container has by default: a small /dev/shm, little locked memory, no rights, no writes.
@@ -78,6 +84,41 @@ def test_what_is_started_is_the_command_line(capsys: pytest.CaptureFixture[str])
     assert command[2] in capsys.readouterr().out
 
 
+def documented(verb: str) -> list[str]:
+    """The words of docs/deploy.md's `podman build` or `podman run` line."""
+    text = DEPLOY.read_text().replace("\\\n", " ")
+    (line,) = re.findall(rf"^\$ (podman {verb} .*)$", text, flags=re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_the_documented_commands_fit_the_image() -> None:
+    """The build keeps the health check, and what is run mounts, publishes and waits as needed."""
+    build, started = documented("build"), documented("run")
+    assert build[build.index("--format") + 1] == "docker"  # OCI images have no HEALTHCHECK
+    assert ROOT / build[build.index("-f") + 1] == FILE
+    assert started[-1] == build[build.index("-t") + 1]
+    mounts = dict(
+        started[i + 1].removesuffix(":ro").split(":") for i, w in enumerate(started) if w == "-v"
+    )
+    (config_file,) = [source for source, at in mounts.items() if at.endswith(".toml")]
+    assert ROOT / config_file == EXAMPLE
+    assert mounts[config_file] == json.loads(of("CMD")[-1])[-1]
+    config = load(EXAMPLE, {}, FixedMachine(user=UID))
+    assert {str(Path(config.server.socket).parent), "/var/lib/kvstore"} <= set(mounts.values())
+    port = started[started.index("-p") + 1].rsplit(":", 1)[1]
+    assert config.server.metrics == f"0.0.0.0:{port}"
+    assert of("EXPOSE") == [port]
+    (waits,) = [int(word.split("=")[1]) for word in started if word.startswith("--stop-timeout")]
+    assert waits >= 2 * config.server.drain_seconds
+
+
+def test_the_configuration_needs_no_names() -> None:
+    """The image has no group of a name, and its own user may run `kvstore status`."""
+    config = load(EXAMPLE, {}, FixedMachine(user=UID))
+    assert config.server.socket_group == str(UID)
+    assert Access(config.access, UID).grant(Identity(uid=UID)).role == "admin"
+
+
 def test_what_is_copied_is_let_through() -> None:
     """Each COPY of the build names what is there, and the ignore file lets exactly that through."""
     named = {source for rest in of("COPY") for source in rest.split()[:-1] if "/" not in rest[:2]}
@@ -135,9 +176,7 @@ def test_the_image_builds_and_serves(place: Path) -> None:
     """
     target = built(place)
     config = place / "kvstore.toml"
-    config.write_text(
-        '[server]\nmetrics = "127.0.0.1:19750"\n[[access]]\nuid = 64000\nrole = "admin"\n'
-    )
+    config.write_text(EXAMPLE.read_text().replace(":9750", ":19750"))
     health = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
     health = [part.replace(":9750", ":19750") for part in health]
     script = (
