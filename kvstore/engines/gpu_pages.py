@@ -7,13 +7,13 @@ gpu = GpuSide(Device(memory.device_uuid))
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.client.gpu import Parts, Stage, Stream
 from kvstore.core.errors import InvalidRequest
+from kvstore.engines.torch_streams import device_uuid, on_stream
 
 if TYPE_CHECKING:
     from kvstore.kernels.engine_pool import EnginePool
@@ -60,8 +60,7 @@ class TorchPages:
     @property
     def device_uuid(self) -> str:
         """The GPU's name, as `Device` takes it."""
-        index = self._pool.device.index or 0
-        return f"GPU-{self._torch.cuda.get_device_properties(index).uuid}"
+        return device_uuid(self._pool.device)
 
     def parts(self, pages: np.ndarray, layers: range) -> Parts | None:
         if not self._has_pieces:
@@ -97,13 +96,7 @@ class TorchPages:
 
     def _on(self, stream: Stream) -> Any:
         """torch's work in here is the stream's."""
-        if self._pool.device.type == "cpu":
-            stream.synchronize()  # torch works at once here
-            return nullcontext()
-        handle = int(stream.handle.value or 0)
-        return self._torch.cuda.stream(
-            self._torch.cuda.ExternalStream(handle, device=self._pool.device)
-        )
+        return on_stream(self._pool.device, stream)
 
     def _there(self, numbers: np.ndarray) -> Any:
         tensor = self._torch.from_numpy(np.ascontiguousarray(numbers, np.int32))

@@ -78,22 +78,24 @@ class Desk:
             cache_config=SimpleNamespace(hash_block_size=BLOCK),
             kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
         )
-        group = SimpleNamespace(kv_cache_spec=GROUP_SPEC())
-        caches = SimpleNamespace(kv_cache_groups=[group])
+        caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=GROUP_SPEC())])
         self.specs = specs or (spec(),)
         self.scheduler = SchedulerSide(config, self.settings, caches)
-        self.storage = [torch.zeros(LAYERS, BLOCKS, PAGE, dtype=torch.uint8) for _ in self.specs]
-        self.workers = []
-        for stage, each in enumerate(self.specs):
-            worker = WorkerSide(config, self.settings, caches)
-            layers = {f"layers.{n}.attn": self.storage[stage][n] for n in range(LAYERS)}
-            groups = Groups([Pages(layers, BLOCKS)], each.block_size // BLOCK)
-            worker.use(Rank(each, groups, 0, len(self.specs), stage == 0, BLOCK))
-            self.workers.append(worker)
+        self.storage: list[torch.Tensor] = []
+        self.workers = [self.worker(stage, config, caches) for stage in range(len(self.specs))]
         messages = {
             (stage, 0): self._spec_message(worker) for stage, worker in enumerate(self.workers)
         }
         self.scheduler.learn_specs(messages)
+
+    def worker(self, stage: int, config: Any, caches: Any) -> WorkerSide:
+        """The worker side of a stage, and its cache."""
+        self.storage.append(torch.zeros(LAYERS, BLOCKS, PAGE, dtype=torch.uint8))
+        worker, each = WorkerSide(config, self.settings, caches), self.specs[stage]
+        layers = {f"layers.{n}.attn": self.storage[stage][n] for n in range(LAYERS)}
+        groups = Groups([Pages(layers, BLOCKS)], each.block_size // BLOCK)
+        worker.use(Rank(each, groups, 0, len(self.specs), stage == 0, BLOCK))
+        return worker
 
     @staticmethod
     def _spec_message(worker: WorkerSide) -> SpecMessage:
@@ -118,7 +120,7 @@ class Desk:
     def step(
         self,
         work: Sequence[tuple[Request, int, int]] = (),
-        table: dict[str, list[int]] | None = None,
+        table: dict[str, Any] | None = None,
         drafts: dict[str, list[int]] | None = None,
     ) -> Any:
         """One step that computes (request, computed tokens, new tokens); answers with results."""
@@ -132,7 +134,7 @@ class Desk:
             num_scheduled_tokens={r.request_id: count for r, _, count in work},
             scheduled_spec_decode_tokens=drafts or {},
             kv_connector_block_state=SimpleNamespace(
-                resolve_block_ids=lambda name: ((table or {})[name],)
+                resolve_block_ids=lambda name: _groups((table or {})[name])
             ),
         )
         message = self.scheduler.message(output)
@@ -162,6 +164,10 @@ class Desk:
         self.scheduler.close()
         for worker in self.workers:
             worker.close()
+
+
+def _groups(blocks: list[int] | tuple[list[int], ...]) -> tuple[list[int], ...]:
+    return blocks if isinstance(blocks, tuple) else (blocks,)
 
 
 def tokens(seed: int, count: int) -> list[int]:

@@ -5,20 +5,28 @@ Nothing of it is loaded by `kvstore.client`; a host without a GPU never imports 
 
 from kvstore.client.gpu.calibration import Calibration
 from kvstore.client.gpu.engine import EngineSide, GpuSide
-from kvstore.client.gpu.loading import Load
+from kvstore.client.gpu.loading import Load, external
 from kvstore.client.gpu.memory import EngineMemory, Parts, Stage
 from kvstore.client.gpu.share import InPlace
-from kvstore.cuda.device import Device, Stream
+from kvstore.client.gpu.taking import Taken, Taker
+from kvstore.cuda.device import Device, Event, Stream
+from kvstore.cuda.driver import CudaError, CudaUnavailable
 
 __all__ = [
     "Calibration",
+    "CudaError",
+    "CudaUnavailable",
     "Device",
     "EngineMemory",
     "EngineSide",
+    "Event",
     "GpuSide",
     "InPlace",
     "Load",
     "Parts",
     "Stage",
     "Stream",
+    "Taken",
+    "Taker",
+    "external",
 ]

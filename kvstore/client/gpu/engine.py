@@ -31,7 +31,7 @@ from kvstore.client.gpu.loading import (
 from kvstore.client.gpu.memory import EngineMemory, layer_groups
 from kvstore.client.gpu.registration import CHUNK_BYTES, Registered, Registrar
 from kvstore.client.gpu.ring import RING_BYTES, Ring
-from kvstore.client.gpu.saving import SavedBlocks, Saver
+from kvstore.client.gpu.saving import SavedBlocks, Saver, registered_staging
 from kvstore.client.gpu.share import DeviceShare, InPlace
 from kvstore.client.located import Located
 from kvstore.client.match import Match
@@ -40,7 +40,7 @@ from kvstore.client.session import Attachment, Session
 from kvstore.client.space import Space
 from kvstore.client.wire import Tokens
 from kvstore.core.block import SLOT_SHIFT
-from kvstore.core.errors import InvalidRequest, KVStoreError
+from kvstore.core.errors import InvalidRequest, KVStoreError, StoreUnavailable
 from kvstore.cuda.device import Device, Event
 from kvstore.cuda.driver import CudaError
 
@@ -78,6 +78,12 @@ class GpuSide:
             made.calibrate(scratch)
         return made
 
+    def drop(self, engine: EngineSide) -> None:
+        """Closes one engine's side, of a space that is not used any more."""
+        engine.close()
+        if engine in self._engines:
+            self._engines.remove(engine)
+
     def close(self) -> None:
         """Waits for all copies and unregisters everything; idempotent."""
         for engine in self._engines:
@@ -103,6 +109,7 @@ class EngineSide:
         self._ring_bytes = max(gpu.ring_bytes, 2 * size)
         self._loading, self._saving = threading.Lock(), threading.Lock()
         self._running: list[Load] = []
+        self._closed = False
         self._saver: Saver | None = None
         self._device_share: DeviceShare | None = None
         try:
@@ -129,12 +136,13 @@ class EngineSide:
     # ---- Load ----
 
     def load(
-        self, match: Match, pages: np.ndarray, *, after: int | None = None, partial: bool = False
-    ) -> Load:
+        self, match: Match, pages: np.ndarray, *, after: int | Event | None = None,
+        partial: bool = False,
+    ) -> Load:  # fmt: skip
         """Begins to load what the plan loads of a match into `pages`, a row a block (int32).
 
-        Rows are of `match.ranges`, in order. It begins after all that the engine has asked of the
-        stream `after` (its handle). With
+        Rows are of `match.ranges`, in order. It begins after the event `after`, or after all that
+        the engine has asked of the stream `after` (its handle). With
         `partial`, as in `Space.restore`, `match` says afterwards which blocks are loaded; later
         rows of pages stay as they are. Raises what `Space.restore` does, and StoreUnavailable
         when the GPU fails.
@@ -146,6 +154,8 @@ class EngineSide:
         located = self.space.locate(match, partial=partial)
         count = match.block_count
         with self._loading:
+            if self._closed:
+                raise StoreUnavailable("the engine's side is closed; recompute the blocks")
             self._running = [load for load in self._running if not load.settle()]
             used: list[Registered] = []
             try:
@@ -212,9 +222,9 @@ class EngineSide:
             return [range(memory.layer_count)]
         return layer_groups(memory.layer_count, memory.layer_bytes, count)
 
-    def _after(self, stream: int | None) -> Event | None:
-        if stream is None:
-            return None
+    def _after(self, stream: int | Event | None) -> Event | None:
+        if stream is None or isinstance(stream, Event):
+            return stream
         try:
             return external(self._device, stream).record()
         except CudaError as error:
@@ -302,20 +312,14 @@ class EngineSide:
             return self._saver
 
     def _staging(self) -> Registered | None:
-        """The session's staging, once it is registered: it is soon, and small."""
-        attachment = self.space.attached
-        staging = None if attachment is None else attachment.session.staging
-        if attachment is None or staging is None:
-            return None
-        session = attachment.session
-        registrar = self._gpu.registrar
-        entry = registrar.use(staging.data, False, lambda: bool(session.ended))
-        registrar.let_go(entry)  # a session's staging stays while its puts run
-        return entry
+        return registered_staging(self._gpu.registrar, self.space)
 
     def close(self) -> None:
         """Waits for all copies; loads and saves that come later fail. `GpuSide.close` calls it."""
         with self._loading:
+            if self._closed:
+                return
+            self._closed = True
             self._loader.close()
             if self._device_share is not None:
                 self._device_share.close()

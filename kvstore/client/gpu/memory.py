@@ -10,14 +10,16 @@ from kvstore.cuda.device import Stream
 
 
 class Parts(NamedTuple):
-    """Contiguous pieces that blocks consist of in an engine's memory, all of `length` bytes.
+    """Contiguous pieces that blocks consist of in an engine's memory.
 
-    `addresses` (uint64 [blocks, pieces]) on the device; `offsets` (uint64 [pieces]) in a block.
+    `addresses` (uint64 [blocks, pieces]) on the device, 0 for a piece that has no place there and
+    is left out; `offsets` (uint64 [pieces]) in a block; `length` in bytes, of all pieces or of each
+    (uint64 [pieces]).
     """
 
     addresses: np.ndarray
     offsets: np.ndarray
-    length: int
+    length: int | np.ndarray
 
 
 class Stage(NamedTuple):
@@ -115,8 +117,11 @@ def block_copies(parts: Parts, blocks: np.ndarray, to_blocks: bool = False) -> C
     """Between pieces and blocks that begin at the addresses `blocks` (uint64 [n]), merged."""
     inner = (blocks[:, None] + parts.offsets[None, :]).ravel()
     outer = parts.addresses.ravel()
-    lengths = np.full(len(outer), parts.length, np.uint64)
+    lengths = np.broadcast_to(np.asarray(parts.length, np.uint64), parts.addresses.shape).ravel()
     copies = Copies(outer, inner, lengths)
+    there = outer != 0
+    if not there.all():
+        copies = Copies(*(column[there] for column in copies))
     return (copies.turned() if to_blocks else copies).merged()
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from kvstore.client.gpu.calibration import Calibration
 from kvstore.client.gpu.loading import NO_BOUNDS, failed
 from kvstore.client.gpu.memory import Copies, EngineMemory, block_copies, load_slots
-from kvstore.client.gpu.registration import Registered
+from kvstore.client.gpu.registration import Registered, Registrar
 from kvstore.client.gpu.ring import Ring, StageTurns
+from kvstore.client.space import Space
 from kvstore.cuda.device import Device, Event
 from kvstore.cuda.driver import CudaError
 
@@ -82,10 +83,13 @@ class Saver:
         # In stream order: the engine may be writing what is read here until its event.
         self.stream.copy_many(*copies)
 
-    def close(self) -> None:
-        """Waits for what was asked for."""
+    def settle(self) -> None:
+        """Waits for what was asked for: nothing is written any more to where it was to go."""
         with suppress(CudaError):
             self.stream.synchronize()
+
+    def close(self) -> None:
+        self.settle()
         self._ring.close()
 
 
@@ -119,4 +123,17 @@ class SavedBlocks:
                     self._after = None
                 self._saver.copy(self._pages[i : i + len(rows)], rows, registered)
             except CudaError as error:
+                self._saver.settle()
                 raise failed(error) from error
+
+
+def registered_staging(registrar: Registrar, space: Space) -> Registered | None:
+    """The staging of the space's session, once it is registered: it is soon, and small."""
+    attachment = space.attached
+    staging = None if attachment is None else attachment.session.staging
+    if attachment is None or staging is None:
+        return None
+    session = attachment.session
+    entry = registrar.use(staging.data, False, lambda: bool(session.ended))
+    registrar.let_go(entry)  # a session's staging stays while its puts run
+    return entry

@@ -21,7 +21,7 @@ from kvstore.engines.vllm.loads import Results
 from kvstore.engines.vllm.messages import SpecMessage, StepMessage
 from kvstore.engines.vllm.scheduler import SchedulerSide
 from kvstore.engines.vllm.settings import check_version, settings_of
-from kvstore.engines.vllm.worker import WorkerSide
+from kvstore.engines.vllm.worker import worker_side
 
 KVConnectorMetadata.register(StepMessage)
 KVConnectorHandshakeMetadata.register(SpecMessage)
@@ -47,7 +47,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, settings, kv_cache_config)
         else:
-            self._worker = WorkerSide(vllm_config, settings, kv_cache_config)
+            side = worker_side(vllm_config, settings)
+            self._worker = side(vllm_config, settings, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +16,9 @@ from kvstore.engines.reach import Reach
 from kvstore.engines.vllm.identity import blocks_per_group, spec_of
 from kvstore.engines.vllm.pages import Groups, Pages
 from kvstore.engines.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from kvstore.engines.vllm.device_pages import DeviceGroups
 
 # Groups whose blocks hold K and V of their own tokens and nothing else.
 SUPPORTED = (
@@ -27,7 +31,7 @@ class Rank:
     """One rank's KV: its spec, its pages, and which shard of how many stages it is."""
 
     spec: KVSpec
-    groups: Groups
+    groups: Groups | DeviceGroups
     shard: int
     stage_count: int
     reports: bool
@@ -65,16 +69,26 @@ def engine_block_size(kv_cache_config: Any) -> int:
 
 
 def rank_of(
-    config: Any, settings: Settings, kv_cache_config: Any, kv_caches: Mapping[str, Any]
-) -> Rank:
+    config: Any, settings: Settings, kv_cache_config: Any, kv_caches: Mapping[str, Any],
+    on_gpu: bool = False,
+) -> Rank:  # fmt: skip
     """This worker's rank; raises SpecError for caches or parallelism that are not supported."""
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise SpecError(f"{name} spreads a block over ranks; set it to 1 to use kvstore")
     size = engine_block_size(kv_cache_config)
+    pages_of: Any = Pages
+    groups_of: Any = Groups
+    num_blocks, layout = _blocks(kv_caches), _layout
+    if on_gpu:
+        from kvstore.engines.vllm import device_pages
+
+        pages_of, groups_of = device_pages.DevicePages, device_pages.DeviceGroups
+        num_blocks, layout = kv_cache_config.num_blocks, partial(_device_layout, num_blocks)
+        _check_scales(config)
     groups = [
-        Pages({n: kv_caches[n] for n in group.layer_names if n in kv_caches}, _blocks(kv_caches))
+        pages_of({n: kv_caches[n] for n in group.layer_names if n in kv_caches}, num_blocks)
         for group in kv_cache_config.kv_cache_groups
     ]
     page_bytes = sum(pages.block_bytes for pages in groups)
@@ -91,14 +105,14 @@ def rank_of(
         dtype=str(cache.dtype).removeprefix("torch."),
         block_size=size,
         page_bytes=page_bytes,
-        layout=_layout(config, kv_caches, first, len(groups)),
+        layout=layout(config, kv_caches, first, len(groups)),
         shard_count=1 if is_mla else parallel.tensor_parallel_size,
         kv_factor=1 if is_mla else 2,
     )
     count = blocks_per_group(page_bytes, size, settings.block_tokens)
     return Rank(
         spec=spec,
-        groups=Groups(groups, count),
+        groups=groups_of(groups, count),
         shard=0 if is_mla else tensor_rank,
         stage_count=parallel.pipeline_parallel_size,
         reports=tensor_rank == 0 and stage == 0,
@@ -131,6 +145,35 @@ def _layout(config: Any, kv_caches: Mapping[str, Any], first: Any, group_count: 
     isa = _isa(config, cache, first)
     parts = ("vllm", vllm.__version__, backend, isa, shape, str(group_count))
     return "/".join(parts)
+
+
+def _device_layout(
+    num_blocks: int, config: Any, kv_caches: Mapping[str, Any], first: Any, group_count: int
+) -> str:
+    """The same on a GPU: every layer's backend and order of axes, and the kind of GPU."""
+    import vllm
+
+    from kvstore.engines.torch_streams import capability_of
+    from kvstore.engines.vllm.device_pages import order_of
+
+    layers = config.compilation_config.static_forward_context
+    backends = sorted({_backend_of(layers.get(name)) for name in kv_caches})
+    orders = sorted({order_of(cache, num_blocks) for cache in kv_caches.values()})
+    kind = capability_of(next(iter(kv_caches.values())).device)
+    named = ("+".join(backends), kind, "+".join(orders))
+    return "/".join(("vllm", vllm.__version__, *named, str(group_count)))
+
+
+def _backend_of(layer: Any) -> str:
+    return str(layer.get_attn_backend().get_name()) if layer is not None else "unknown"
+
+
+def _check_scales(config: Any) -> None:
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise SpecError(
+            "calculate_kv_scales gives every engine scales of its own, and K and V mean nothing "
+            "without them; use scales of the checkpoint"
+        )
 
 
 def _isa(config: Any, cache: Any, spec: Any) -> str:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstore.client import Match, Space
 from kvstore.core.errors import KVStoreError
@@ -23,6 +23,16 @@ class Fetched(NamedTuple):
     space: Space
     match: Match
     views: list[memoryview]
+
+
+class Leased(Protocol):
+    """What a thread has fetched, whichever way it goes on."""
+
+    @property
+    def match(self) -> Match: ...
+
+
+F = TypeVar("F", bound=Leased)
 
 
 class Load:
@@ -51,16 +61,16 @@ class Results:
                 self.failed_blocks.update(i for i in ids[count * each :] if i)
 
 
-class Loads:
+class Loads(Generic[F]):
     """Loads under way; each is taken once, whatever happens."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load")
         self._changed = threading.Condition()
         self._under_way: dict[str, Load] = {}
-        self._fetched: list[tuple[Load, Fetched | None]] = []
+        self._fetched: list[tuple[Load, F | None]] = []
 
-    def start(self, job: LoadJob, fetch: Callable[[LoadJob], Fetched | None]) -> None:
+    def start(self, job: LoadJob, fetch: Callable[[LoadJob], F | None]) -> None:
         load = Load(job)
         with self._changed:
             self._under_way[job.request_id] = load
@@ -69,7 +79,7 @@ class Loads:
         except RuntimeError:  # closed
             self.put_back(load, None)
 
-    def _run(self, load: Load, fetch: Callable[[LoadJob], Fetched | None]) -> None:
+    def _run(self, load: Load, fetch: Callable[[LoadJob], F | None]) -> None:
         fetched = None
         try:
             if not load.is_cancelled:
@@ -81,7 +91,7 @@ class Loads:
         finally:
             self.put_back(load, fetched)
 
-    def put_back(self, load: Load, fetched: Fetched | None) -> None:
+    def put_back(self, load: Load, fetched: F | None) -> None:
         """This one is fetched, as far as it could be, and waits to be taken."""
         with self._changed:
             self._fetched.append((load, fetched))
@@ -97,13 +107,18 @@ class Loads:
         """Nothing that is under way may be used any more."""
         self.cancel(set(self._under_way))
 
-    def take(self, wait_seconds: float) -> list[tuple[Load, Fetched | None]]:
+    def take(self, wait_seconds: float) -> list[tuple[Load, F | None]]:
         """What was fetched since the last call."""
         with self._changed:
             if wait_seconds and self._under_way and not self._fetched:
                 self._changed.wait(wait_seconds)
             taken, self._fetched = self._fetched, []
             return taken
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none is under way."""
+        return not self._under_way
 
     def ended(self, load: Load) -> None:
         """The last word on a load."""

@@ -109,8 +109,9 @@ def _rows(name: str, cache: Any, num_blocks: int) -> np.ndarray:
 
     if cache.device.type != "cpu":
         raise SpecError(
-            f"the KV cache of {name} is on {cache.device}; this version moves KV of vLLM on "
-            "processors only, so start vLLM without kvstore or on its CPU backend"
+            f"the KV cache of {name} is on {cache.device}, and kvstore's way to a GPU has never "
+            'been run with vLLM on one: add "gpu": "untested" to kv_connector_extra_config to use '
+            "it all the same, or start vLLM without kvstore"
         )
     if cache.shape[0] != num_blocks or not cache[0].is_contiguous() or cache.stride(0) < 0:
         raise SpecError(

@@ -13,6 +13,7 @@ from kvstore.core.errors import SpecError
 logger = logging.getLogger(__name__)
 
 POLICY = "recompute"
+GPU = "untested"  # what `gpu` has to be: whoever sets it has read that it has not been run on one
 TRIED = (0, 32)
 
 
@@ -20,7 +21,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config`; seconds and bytes in plain numbers. Unknown names are refused.
 
     `revision` is the weights' commit or digest, found out where it can be; `key_mode` is `tokens`
-    (blocks named by their token ids) or `external` (by vLLM's own block hashes).
+    (blocks named by their token ids) or `external` (by vLLM's own block hashes). `gpu` lets
+    the connector move blocks of a GPU, which has not been run on one.
     """
 
     address: str = ""
@@ -36,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hand_over_seconds: float = 2.0
     tool_call_token_ids: tuple[int, ...] = ()
     report_steps: bool = True
+    gpu: str = ""
 
 
 def check_version(version: str) -> None:
@@ -58,6 +61,8 @@ def settings_of(transfer_config: Any) -> Settings:
         raise SpecError(f"kv_connector_extra_config: {error}; there are {names}") from None
     if settings.key_mode not in ("tokens", "external"):
         raise SpecError(f"key_mode is {settings.key_mode!r}; pass 'tokens' or 'external'")
+    if settings.gpu not in ("", GPU):
+        raise SpecError(f"gpu is {settings.gpu!r}; leave it out, or pass {GPU!r}")
     for name in ("call_timeout_seconds", "transfer_timeout_seconds", "retry_seconds"):
         if not 0 < getattr(settings, name) < 3600:
             raise SpecError(f"{name} is {getattr(settings, name)}; pass seconds above 0")

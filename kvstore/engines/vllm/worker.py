@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvstore.client import Space
+from kvstore.client import Match, Space
+from kvstore.client.buffers import Blocks
 from kvstore.core.clock import perf_seconds
 from kvstore.core.errors import KVStoreError, StoreUnavailable
 from kvstore.engines.background import Background
 from kvstore.engines.vllm.engine import Rank, rank_of, reach_of, with_weights
 from kvstore.engines.vllm.loads import Fetched, Load, Loads, Results
 from kvstore.engines.vllm.messages import LoadJob, SaveJob, SpecMessage, StepMessage
+from kvstore.engines.vllm.pages import Groups
 from kvstore.engines.vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class WorkerSide:
         self._weights = ""
         self._saver = Background("kvstore-save", CALLS_QUEUED)
         self._teller = Background("kvstore-tell", CALLS_QUEUED)
-        self._loads = Loads()
+        self._loads: Loads[Any] = Loads()
         self._buffers = Buffers(settings.save_queue_bytes)
         self._began: float | None = None
 
@@ -57,7 +59,8 @@ class WorkerSide:
 
     def use(self, rank: Rank) -> None:
         """Moves the pages of this rank from now on."""
-        self._rank = rank
+        assert isinstance(rank.groups, Groups), "pages in host memory"
+        self._rank, self._groups = rank, rank.groups
         self._attach()
 
     def _attach(self, in_background: bool = False) -> None:
@@ -81,12 +84,15 @@ class WorkerSide:
         """A step begins; after new weights nothing of the old ones is taken any more."""
         self._began = perf_seconds()
         if message.weights != self._weights:
-            self._weights = message.weights
-            self._loads.forbid()
-            before = self._reach
-            self._attach(in_background=True)
-            if not self._saver.submit(before.close):
-                before.close()
+            self._change_weights(message.weights)
+
+    def _change_weights(self, weights: str) -> None:
+        self._weights = weights
+        self._loads.forbid()
+        before = self._reach
+        self._attach(in_background=True)
+        if not self._saver.submit(before.close):
+            before.close()
 
     def start_loads(self, message: StepMessage) -> None:
         for job in message.loads:
@@ -127,14 +133,7 @@ class WorkerSide:
 
     def _fetch(self, job: LoadJob) -> Fetched | None:
         """The blocks of a job, readable; None if there are none."""
-        space = self._reach.attached
-        if space is None:
-            raise StoreUnavailable("the daemon is away; the blocks are recomputed")
-        match = space.lookup(
-            **job.looked_up.arguments(),  # type: ignore[arg-type]
-            local_tokens=job.local_tokens,
-            request_id=job.request_id,
-        )
+        space, match = self._look_up(job)
         try:
             views = space.restore(match, partial=True)[: job.count]
         except BaseException:
@@ -144,6 +143,18 @@ class WorkerSide:
             match.release()
             return None
         return Fetched(space, match, views)
+
+    def _look_up(self, job: LoadJob) -> tuple[Space, Match]:
+        """The scheduler side's lookup once more: both share its lease."""
+        space = self._reach.attached
+        if space is None:
+            raise StoreUnavailable("the daemon is away; the blocks are recomputed")
+        match = space.lookup(
+            **job.looked_up.arguments(),  # type: ignore[arg-type]
+            local_tokens=job.local_tokens,
+            request_id=job.request_id,
+        )
+        return space, match
 
     # ---- Loads, between steps ----
 
@@ -169,7 +180,7 @@ class WorkerSide:
         assert rank is not None
         views = fetched.views
         for ids, view in zip(_by_block(job, rank.blocks_each), views, strict=False):
-            rank.groups.write(ids, np.frombuffer(view, np.uint8))
+            self._groups.write(ids, np.frombuffer(view, np.uint8))
         fetched.match.check()
         seconds = perf_seconds() - began
         self._teller.submit(partial(_report_load, fetched, seconds))
@@ -184,32 +195,23 @@ class WorkerSide:
             return
         taken: list[np.ndarray] = []
         for ids in _by_block(job, rank.blocks_each):
-            buffer = self._buffers.take(rank.groups.block_bytes)
+            buffer = self._buffers.take(self._groups.block_bytes)
             if buffer is None:
                 break
             taken.append(buffer)
-            if not rank.groups.read(ids, buffer):
+            if not self._groups.read(ids, buffer):
                 self._buffers.give_back([taken.pop()])
                 break
         if taken and not self._saver.submit(partial(self._put, space, job, taken)):
             self._buffers.give_back(taken)
 
     def _put(self, space: Space, job: SaveJob, taken: list[np.ndarray]) -> None:
-        prompt = job.prompt.cut(job.first + len(taken), space.spec.block_size)
         try:
-            space.put(
-                blocks=taken,
-                first_block=job.first,
-                request_id=job.request_id,
-                hints=job.hints,
-                **prompt.arguments(),  # type: ignore[arg-type]
-            )
-        except KVStoreError as error:
-            logger.debug("blocks of %s were not stored: %s", job.request_id, error)
+            put_blocks(space, job, taken, len(taken))
         finally:
             self._buffers.give_back(taken)
 
-    def _report_step(self, message: StepMessage, seconds: float) -> None:
+    def _report_step(self, message: StepMessage, seconds: float, clock: str = "wall") -> None:
         space, rank = self._reach.attached, self._rank
         if space is None or rank is None:
             return
@@ -219,7 +221,32 @@ class WorkerSide:
                 message.prefill,
                 decode_tokens=message.decode_tokens,
                 decode_context_tokens=message.decode_context_tokens,
+                clock=clock,
             )
+
+
+def worker_side(config: Any, settings: Settings) -> type[WorkerSide]:
+    """Which side a worker has: on a GPU, if that was asked for, or in host memory."""
+    if not settings.gpu or config.device_config.device_type != "cuda":
+        return WorkerSide
+    from kvstore.engines.vllm.gpu_worker import GpuWorkerSide
+
+    return GpuWorkerSide
+
+
+def put_blocks(space: Space, job: SaveJob, blocks: Blocks, count: int) -> None:
+    """Stores the first `count` blocks of a job, as far as the daemon takes them."""
+    prompt = job.prompt.cut(job.first + count, space.spec.block_size)
+    try:
+        space.put(
+            blocks=blocks,
+            first_block=job.first,
+            request_id=job.request_id,
+            hints=job.hints,
+            **prompt.arguments(),  # type: ignore[arg-type]
+        )
+    except KVStoreError as error:
+        logger.debug("blocks of %s were not stored: %s", job.request_id, error)
 
 
 def _by_block(job: LoadJob | SaveJob, blocks_each: int) -> Iterator[list[tuple[int, ...]]]:
