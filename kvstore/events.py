@@ -6,8 +6,9 @@ Kinds and fields follow vLLM's KV event schema (BlockStored, BlockRemoved, AllBl
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -50,6 +51,61 @@ class Subscription:
         self._log.drop(self)
 
 
+class View:
+    """What some tenants' subscribers may know of a log: these tenants' events, numbered by
+    themselves from 1 without gaps. Others' events are neither in it nor counted by it.
+
+    With `tenants` None it is the whole log, in the log's own numbers.
+    """
+
+    def __init__(self, log: EventLog, tenants: frozenset[str] | None) -> None:
+        self._log, self._tenants = log, tenants
+
+    def wants(self, event: KVEvent) -> bool:
+        return self._tenants is None or event.tenant in self._tenants
+
+    @property
+    def sequence(self) -> int:
+        """Number of the newest event."""
+        if self._tenants is None:
+            return self._log.sequence
+        return sum(self._log.count_of(tenant) for tenant in self._tenants)
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest event still kept; the next one's when none is."""
+        if self._tenants is None:
+            return self._log.oldest
+        kept = sum(len(self._log.kept_of(tenant)) for tenant in self._tenants)
+        return self.sequence - kept + 1
+
+    def place_before(self, number: int) -> tuple[int, int]:
+        """A place in the log at or before event `number`, and the number of the event there."""
+        if self._tenants is None:
+            return number - 1, number - 1
+        if len(self._tenants) == 1:
+            (tenant,) = self._tenants
+            kept, index = self._log.kept_of(tenant), number - self.oldest
+            if 0 <= index < len(kept):
+                return kept[index].sequence - 1, number - 1
+        if number > self.sequence:
+            return self._log.sequence, self.sequence
+        return 0, self.oldest - 1
+
+    def after(self, place: int, count: int) -> list[KVEvent]:
+        """Kept events behind a place in the log, at most so many."""
+        if self._tenants is None:
+            return self._log.since(place + 1, count)
+        found: list[KVEvent] = []
+        for tenant in self._tenants:
+            kept = self._log.kept_of(tenant)
+            if kept and kept[-1].sequence > place:
+                start = bisect_right(kept, place, key=_sequence_of)
+                found += islice(kept, start, start + count)
+        found.sort(key=_sequence_of)
+        return found[:count]
+
+
 class EventLog:
     """Numbers events, keeps the newest for late subscribers, and hands them on.
 
@@ -63,6 +119,8 @@ class EventLog:
         self.sequence = 0
         self._wall = wall
         self._kept: deque[KVEvent] = deque()
+        self._kept_of: dict[str, deque[KVEvent]] = {}
+        self._counts: Counter[str] = Counter()
         self._kept_events = kept_events
         self._kept_bytes = kept_bytes
         self._bytes = 0
@@ -72,6 +130,14 @@ class EventLog:
     def oldest(self) -> int:
         """Number of the oldest event still kept; the next one's when none is."""
         return self._kept[0].sequence if self._kept else self.sequence + 1
+
+    def count_of(self, tenant: str) -> int:
+        """Events that a tenant ever had."""
+        return self._counts[tenant]
+
+    def kept_of(self, tenant: str) -> Sequence[KVEvent]:
+        """A tenant's events among those that are kept, in order."""
+        return self._kept_of.get(tenant, ())
 
     @property
     def subscriber_count(self) -> int:
@@ -124,10 +190,21 @@ class EventLog:
                 subscription.deliver(event)
 
     def _keep(self, event: KVEvent) -> None:
+        self._counts[event.tenant] += 1
         self._kept.append(event)
+        self._kept_of.setdefault(event.tenant, deque()).append(event)
         self._bytes += _size(event)
         while len(self._kept) > self._kept_events or self._bytes > self._kept_bytes:
-            self._bytes -= _size(self._kept.popleft())
+            oldest = self._kept.popleft()
+            self._bytes -= _size(oldest)
+            theirs = self._kept_of[oldest.tenant]
+            theirs.popleft()
+            if not theirs:
+                del self._kept_of[oldest.tenant]
+
+
+def _sequence_of(event: KVEvent) -> int:
+    return event.sequence
 
 
 def _size(event: KVEvent) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvstore.core.completion import Completion
 from kvstore.core.errors import LimitReached
+from kvstore.events import View
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.steps import Driver, Steps, Turns, error_of
 from kvstore.server.streams import Cancel, Done, Emit
@@ -74,7 +75,8 @@ class EventStream:
 
     A reader that falls behind its queue is fed again from the log; only what the log has let go
     of meanwhile is lost, and the reader is told with EventsLost. `tenants` is None for admins,
-    who see everybody's.
+    who see everybody's. Numbers are those of the reader's own view: a gap is a loss of its own
+    events, and nothing in them tells how many others had.
     """
 
     def __init__(
@@ -82,12 +84,16 @@ class EventStream:
         turns: Turns,
     ) -> None:  # fmt: skip
         self._log = log
-        self._tenants = tenants
+        self._view = View(log, tenants)
         self._emit = emit
         self._turns = turns
         self._queue: deque[Any] = deque()
         self._queued_bytes = 0
-        self._resume_at: int | None = from_sequence or log.sequence + 1
+        self._next = from_sequence or self._view.sequence + 1
+        """Number of the next event to be queued; those in the queue come before it."""
+        self._behind = True
+        """Whether events are read from the log: after `_place` in it, event `_seen` of the view."""
+        self._place, self._seen = self._view.place_before(self._next)
         self._subscription: Any = None
         self._waiting: Completion[None] | None = None
         self._driver = Driver(self._steps())
@@ -99,60 +105,64 @@ class EventStream:
 
     def _steps(self) -> Steps[None]:
         while True:
-            if self._queue or self._resume_at is not None:
+            if self._queue or self._behind:
                 yield self._turns.wait()
             else:
                 self._waiting = Completion()
                 yield self._waiting
-            if self._resume_at is not None and not self._queue:
-                lost = self._read_log(self._resume_at)
+            if self._behind and not self._queue:
+                lost = self._read_log()
                 if lost is not None:
                     yield self._emit(lost)
             for _ in range(min(len(self._queue), TURN_EVENTS)):
                 event = self._queue.popleft()
                 self._queued_bytes -= _event_bytes(event)
-                yield self._emit(event_message(event))
+                yield self._emit(event_message(event, self._next - 1 - len(self._queue)))
 
-    def _read_log(self, sequence: int) -> pb.Event | None:
-        """Queues a part of the log from `sequence` on; at its end new events come by themselves.
+    def _read_log(self) -> pb.Event | None:
+        """Queues a part of the log; at its end new events come by themselves.
 
-        Goes on with all there is, and answers with what to tell the reader, if that is no longer
-        there; a number that the log has not reached is one of an earlier daemon.
+        Goes on with all there is, and answers with what to tell the reader, if what comes next is
+        no longer there; a number that the view has not reached is one of an earlier daemon.
         """
-        log = self._log
-        if not log.oldest <= sequence <= log.sequence + 1:
-            self._resume_at = start = log.oldest
-            return pb.Event(sequence=start, lost=pb.EventsLost(next_sequence=start))
-        events = log.since(sequence, TURN_EVENTS)
+        view = self._view
+        oldest = view.oldest
+        if not oldest <= self._next <= view.sequence + 1:
+            self._next = oldest
+            self._place, self._seen = view.place_before(oldest)
+            return pb.Event(sequence=oldest, lost=pb.EventsLost(next_sequence=oldest))
+        events = view.after(self._place, TURN_EVENTS)
         if not events:
-            self._resume_at = None
-            self._subscription = log.subscribe(None, 0, self._take)
+            self._behind = False
+            self._subscription = self._log.subscribe(None, 0, self._take)
             return None
-        self._resume_at = events[-1].sequence + 1
-        for event in events:
-            if self._wants(event):
-                self._queue.append(event)
-                self._queued_bytes += _event_bytes(event)
+        first = max(self._seen + 1, oldest)
+        for number, event in enumerate(events, first):
+            if number == self._next:
+                self._push(event)
+        self._place, self._seen = events[-1].sequence, first + len(events) - 1
         return None
 
-    def _wants(self, event: Any) -> bool:
-        return self._tenants is None or event.tenant in self._tenants
-
     def _take(self, event: Any) -> None:
-        if not self._wants(event):
+        if not self._view.wants(event):
             return
         size = _event_bytes(event)
         if len(self._queue) >= QUEUE_EVENTS or (
             self._queue and self._queued_bytes + size > QUEUE_BYTES
         ):
-            self._resume_at = event.sequence
+            self._behind = True
+            self._place, self._seen = event.sequence - 1, self._next - 1
             self._unsubscribe()
             return
-        self._queue.append(event)
-        self._queued_bytes += size
+        self._push(event)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.resolve(None)
+
+    def _push(self, event: Any) -> None:
+        self._queue.append(event)
+        self._queued_bytes += _event_bytes(event)
+        self._next += 1
 
     def _unsubscribe(self) -> None:
         subscription, self._subscription = self._subscription, None
@@ -160,10 +170,8 @@ class EventStream:
             subscription.close()
 
 
-def event_message(event: Any) -> pb.Event:
-    message = pb.Event(
-        sequence=event.sequence, wall_seconds=event.wall_seconds, space_id=event.space_id
-    )
+def event_message(event: Any, number: int) -> pb.Event:
+    message = pb.Event(sequence=number, wall_seconds=event.wall_seconds, space_id=event.space_id)
     if event.kind == "stored":
         target = message.stored
         target.medium = event.medium

@@ -70,14 +70,14 @@ def test_a_long_log_is_read_in_short_turns(space: Any) -> None:
     assert all(reader.heard[-1].sequence == log.sequence for reader in readers)
 
 
-def test_others_events_are_passed_over_in_short_turns(space: Any) -> None:
-    """A log full of other tenants' events is not gone through in one turn, either."""
+def test_others_events_cost_nothing(space: Any) -> None:
+    """A log full of other tenants' events is not gone through, in one turn or many."""
     deferred: deque[Callable[[], None]] = deque()
     log, turns = EventLog(lambda: 0.0, 10_000), Turns(deferred.append)
     for _ in range(EVENTS):
         log.removed(space, "host", bytes(16))
     reader = Reader(log, 1, turns, tenant="another")
-    assert run(deferred, lambda: None) >= EVENTS // TURN_EVENTS
+    assert run(deferred, lambda: None) <= 2
     assert not reader.heard
 
 
