@@ -84,6 +84,8 @@ def memory_file_system(config: Config, machine: Machine, is_default_size: bool) 
 
 
 def _larger(here: Path, size: int) -> str:
+    while not here.is_mount():
+        here = here.parent
     size_mib = -(-size // MIB)
     return (
         f"make it larger (`mount -o remount,size={size_mib}m {here}`, `--shm-size={size_mib}m` "
