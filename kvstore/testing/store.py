@@ -226,7 +226,9 @@ class InProcessStore:
         self.tier = tier or self._host_tier(max(1, epochs.generation_floor if epochs else 1))
         record: MemoryRecord | FileRecord = MemoryRecord()
         if directory is not None and epochs is not None:
-            record = FileRecord(directory, epochs, self._next_generation)
+            record = FileRecord(
+                directory, epochs, self._next_generation, durable_slow=self.disk is not None
+            )
         self._mover: Mover = self._simulated or InlineMover(self.defer)
         self.events = EventLog(self.clock.wall, limits.events_kept)
         self.kv = assemble(

@@ -206,3 +206,37 @@ def test_followers_and_counts_hear_of_each_tier(
         ("disk", keys[1], b"".join(keys[2:4]), 2 * 16),
         ("disk", keys[4], b"".join(keys[5:]), 3 * 16),
     ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_cleared_on_its_way_to_disk_stays_away(
+    make_desk: Make, shm_directory: Path, tmp_path: Path, seed: int
+) -> None:
+    """I11: whatever was on its way to disk when a clear was asked for, and whenever the process
+    dies after the answer, nothing of it comes back."""
+    # The disk is ahead, or everything on it would be older than any clear.
+    generations, files = Generations(1 << 40), tmp_path / "disk"
+    files.mkdir(mode=0o700)
+
+    def opened() -> DiskTier:
+        return DiskTier(files, 16 << 20, generations=generations)
+
+    section = {"demote_watermark": 0.0, "endurance_dwpd": 0.0, "admission": "all"}
+    desk = make_desk(
+        directory=shm_directory, disk=opened(), late=True, seed=seed,
+        sections={"tiers": {"disk": section}},
+    )  # fmt: skip
+    for steps in range(6):
+        engine = desk.engine()
+        engine.put(TOKENS)
+        desk.advance(1.0)
+        for _ in range(steps):
+            desk.mover.step()
+        desk.wait(desk.kv.clear(engine.space.id))
+        for _ in range(seed):
+            desk.mover.step()
+        for path in shm_directory.glob("pool-*"):
+            path.unlink()
+        desk.store.disk.close()
+        desk.store.restart(disk=opened())
+        assert tiers_of(desk, desk.engine(), TOKENS) == [], f"after {steps} steps"

@@ -254,7 +254,7 @@ class Simulation(SimulatedWorld):
         bound = self.bound(space, prompt)
 
         def found(answer: Any) -> None:
-            most = max(bound, self.bound(space, prompt))
+            most = max(bound, self.bound(space, prompt)) * (not engine.space.closing)
             self.found(engine, answer, tokens, most, request)
 
         self.later(value, found)
