@@ -82,8 +82,9 @@ def test_the_command_lines_are_right(place: Path, capsys: pytest.CaptureFixture[
     file.write_text(
         text.replace("/run/kvstore", str(place)).replace("/dev/shm/kvstore", str(place))
     )
-    (check,) = settings()["ExecStartPre"]
+    check, hang_up = settings()["ExecReload"]
     (serve,) = settings()["ExecStart"]
+    assert hang_up == "/bin/kill -HUP $MAINPID"
     for line in (check, serve):
         program, verb, *options = shlex.split(line)
         assert (program, verb) == (COMMAND, "check" if line is check else "serve")
@@ -92,6 +93,23 @@ def test_the_command_lines_are_right(place: Path, capsys: pytest.CaptureFixture[
         help_text = capsys.readouterr().out
         assert all(option in help_text for option in options if option.startswith("--"))
     assert run(["check", "--config", str(file), "--json"]) == 0
+
+
+def test_a_wrong_configuration_is_not_tried_again(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`serve` ends with the code that systemd does not restart after, and nothing runs before it.
+
+    systemd looks at the code of the main process alone: after a failed ExecStartPre= it restarts.
+    """
+    (serve,) = settings()["ExecStart"]
+    file = place / "kvstore.toml"
+    file.write_text("nonsense = 3\n")
+    verb, *options = shlex.split(serve)[1:]
+    code = run([verb, *(str(file) if word.startswith("/etc/") else word for word in options)])
+    assert settings()["RestartPreventExitStatus"] == [str(code)]
+    assert "nonsense is no setting" in capsys.readouterr().err
+    assert "ExecStartPre" not in settings()
 
 
 def test_times_of_the_unit_fit_the_daemons() -> None:
