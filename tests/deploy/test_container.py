@@ -20,11 +20,11 @@ from kvstore.core.config import load
 from kvstore.core.machine import FixedMachine
 from kvstore.server.access import Access
 from kvstore.store.sessions import Identity
+from tests.support.deploy_page import words
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "container" / "Containerfile"
 EXAMPLE = ROOT / "deploy" / "container" / "kvstore.toml"
-DEPLOY = ROOT / "docs" / "deploy.md"
 HADOLINT = Path(sys.executable).with_name("hadolint")
 UID = 64000
 # What a container has by default: a small /dev/shm, little locked memory, no rights, no writes.
@@ -84,16 +84,9 @@ def test_what_is_started_is_the_command_line(capsys: pytest.CaptureFixture[str])
     assert command[2] in capsys.readouterr().out
 
 
-def documented(verb: str) -> list[str]:
-    """The words of docs/deploy.md's `podman build` or `podman run` line."""
-    text = DEPLOY.read_text().replace("\\\n", " ")
-    (line,) = re.findall(rf"^\$ (podman {verb} .*)$", text, flags=re.MULTILINE)
-    return shlex.split(line)
-
-
 def test_the_documented_commands_fit_the_image() -> None:
     """The build keeps the health check, and what is run mounts, publishes and waits as needed."""
-    build, started = documented("build"), documented("run")
+    build, started = words("Container", "podman build"), words("Container", "podman run")
     assert build[build.index("--format") + 1] == "docker"  # OCI images have no HEALTHCHECK
     assert ROOT / build[build.index("-f") + 1] == FILE
     assert started[-1] == build[build.index("-t") + 1]
