@@ -37,7 +37,7 @@ class Section(NamedTuple):
     spread: bool = False
 
 
-DRY = ("engine_side",)  # sections that a driver without a GPU can try out
+DRY = ("engine_side", "vllm_pages")  # sections that a driver without a GPU can try out
 SECTIONS = (
     Section("attention_matrix", "attention_matrix", 110, spread=True),
     Section("copy_matrix", "copy_matrix", 60, spread=True),
@@ -47,6 +47,7 @@ SECTIONS = (
     Section("copies", "copies", 45),
     Section("restore", "restore", 70),
     Section("engine_side", "engine_side", 60),
+    Section("vllm_pages", "vllm_pages", 40),
     Section("extend", "extend", 50),
     Section("sharing", "sharing", 45),
     Section("host_memory", "host_memory", 20),

@@ -80,6 +80,35 @@ def test_wrong_bytes_are_noticed(engine_side: Any, monkeypatch: pytest.MonkeyPat
     assert len(answer["wrong"]) == len(answer["rows"])
 
 
+def test_the_pages_of_vllm_are_tried_out_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves whose pages are written over at once, and loads both ways, are right; a wrong byte is
+    noticed."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("FAKE_CUDA_STRICT", "1")
+    from gpu_sections import vllm_pages
+    from gpu_sections.table import table
+
+    answer = answer_of(vllm_pages)
+    assert answer["wrong"] == []
+    assert not [row for row in answer["rows"] if "error" in row]
+    done = {(row["work"], row["way"], row["kind"]) for row in answer["rows"]}
+    for kind in vllm_pages.KINDS:
+        assert {("save", "taken", kind), ("load", "pieces", kind)} <= done
+    assert ("load", "staged", "kv-first") in done
+    assert "wrong: 0" in table({"vllm_pages": answer})
+    right = vllm_pages.Caches.bytes_of
+
+    def wrong(self: Any, numbers: np.ndarray) -> Any:
+        found = right(self, numbers)
+        found[-1, -1] ^= 1
+        return found
+
+    monkeypatch.setattr(vllm_pages.Caches, "bytes_of", wrong)
+    monkeypatch.setattr(vllm_pages, "KINDS", ("nhd",))
+    answer = answer_of(vllm_pages)
+    assert {row["work"] for row in answer["wrong"]} == {"load", "save"}
+
+
 @pytest.mark.long
 def test_a_dry_run_writes_its_document(tmp_path: Path) -> None:
     """--dry-run runs what can do without a GPU, and nothing else."""
@@ -91,6 +120,7 @@ def test_a_dry_run_writes_its_document(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["engine_side"]["is_dry"]
     assert document["engine_side"]["wrong"] == []
+    assert document["vllm_pages"]["is_dry"]
     assert "restore" not in document
     refused = subprocess.run(
         [*command, *dry, "--only", "restore"], capture_output=True, text=True, check=False,

@@ -83,6 +83,17 @@ def _engine_side(result: dict[str, Any]) -> list[str]:
     return [*lines, f"wrong: {len(result['wrong'])}"]
 
 
+def _vllm_pages(result: dict[str, Any]) -> list[str]:
+    lines = ["a dry run: no rate here means anything"] if result["is_dry"] else []
+    for row in result["rows"]:
+        name = f"{row['work']} {row['way']} {row['kind']} {row['piece_bytes'] >> 10} KiB"
+        value = row.get("error") or (
+            f"{_gb(row['bytes_per_second'])} = {row['link_ratio']:.2f} of the link"
+        )
+        lines.append(f"{name:34} {value}"[:120])
+    return [*lines, f"wrong: {len(result['wrong'])}"]
+
+
 def _rows(result: dict[str, Any]) -> list[str]:
     """Sections that make their own lines: each row's `line`."""
     return [str(row["line"]) for row in result["rows"]]

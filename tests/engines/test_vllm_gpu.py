@@ -161,7 +161,7 @@ def test_steps_are_timed_by_the_gpu(
     desks: Callable[..., GpuDesk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is told of a step is from its begin on the GPU to its end there, not the call's time."""
-    desk = desks("timed")
+    desk = desks("timed", report_steps=True)
     told: list[tuple[StepMessage, float, str]] = []
     monkeypatch.setattr(desk.side, "_report_step", lambda *call: told.append(call))
     request = Request("a", tokens(17, 9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,32 @@ def test_a_block_s_bytes_are_those_of_its_memory(
                 assert np.array_equal(block_bytes(group[layer], block), data), (n, layer, block)
 
 
+@pytest.mark.parametrize("way", ["pieces", "stage"])
+def test_layers_of_different_sizes_are_one_block(ground: FakeGround, way: str) -> None:
+    """Pages of other lengths, and such as no wide word fits, keep every byte."""
+    sizes = (24, 10, 7, 16)
+    caches = {f"layers.{n}.attn": ground.memory(BLOCKS, size) for n, size in enumerate(sizes)}
+    for cache in caches.values():
+        cache.copy_(torch.randint(0, 256, tuple(cache.shape), dtype=torch.uint8))
+    groups = DeviceGroups([DevicePages(caches, BLOCKS)], 2)
+    stage = ground.memory(SLOTS, 128)
+    memory, rows = OpaqueMemory(groups, stage), groups.rows([[3, 4, 9, 30]], 2)
+    found = np.zeros((2, 2 * sum(sizes)), np.uint8)
+    copy: Any = by_pieces if way == "pieces" else partial(by_stage, ground)
+    given = (memory, rows, found) if way == "pieces" else (memory, stage, rows, found)
+    copy(*given, True)
+    for row, data in zip(rows.tolist(), found, strict=True):
+        wanted = [cache[block].numpy() for block in row for cache in caches.values()]
+        assert np.array_equal(data, np.concatenate(wanted))
+    before = found.copy()
+    for cache in caches.values():
+        cache[[3, 4, 9, 30]] = 0
+    copy(*given, False)
+    found[:] = 0
+    copy(*given, True)
+    assert np.array_equal(found, before)
+
+
 def test_a_dense_cache_has_the_bytes_that_processors_would_store(ground: FakeGround) -> None:
     """Where a block is dense and in its axes' own order, both ways store the same bytes."""
     caches, groups = groups_of(ground, "packed", 1, 2)
@@ -131,6 +158,7 @@ def test_pieces_are_as_long_as_the_layout_allows(ground: FakeGround) -> None:
     lengths = {
         "packed": [PAGE] * 3, "nhd": [PAGE] * 3, "split": [PAGE] * 3, "padded": [PAGE] * 3,
         "kv-first": [PAGE // 2] * 6, "heads-outer": [PAGE // 2] * 6, "cross-layer": [3 * PAGE],
+        "cross-nhd": [3 * PAGE], "cross-heads": [PAGE // 2] * 6,
     }  # fmt: skip
     for kind, wanted in lengths.items():
         pages = DevicePages(ground.caches(kind), BLOCKS)

@@ -25,7 +25,10 @@ from kvstore.engines.vllm.messages import StepMessage
 
 HEADS, WIDTH = 2, 16
 PAGE = HEADS * BLOCK * WIDTH * 2  # float16
-KINDS = ("packed", "nhd", "kv-first", "cross-layer", "heads-outer", "split", "padded")
+KINDS = (
+    "packed", "nhd", "kv-first", "cross-layer", "cross-nhd", "cross-heads", "heads-outer", "split",
+    "padded",
+)  # fmt: skip
 OWN, PLACES = list(range(1, 9)), list(range(20, 28))  # blocks that are computed, and loaded into
 
 
@@ -60,6 +63,10 @@ class FakeGround:
             return [made(2, n, t, h, c // 2) for _ in range(LAYERS)]
         if kind == "cross-layer":
             return list(made(n, LAYERS, h, t, c).transpose(0, 1))
+        if kind == "cross-nhd":
+            return list(made(n, LAYERS, t, h, c).permute(1, 0, 3, 2, 4))
+        if kind == "cross-heads":
+            return list(made(n, h, LAYERS, t, c).permute(2, 0, 1, 3, 4))
         if kind == "heads-outer":
             return list(made(LAYERS, h, n, t, c).transpose(1, 2))
         if kind == "split":  # kernels see halves of blocks
@@ -136,7 +143,9 @@ class GpuDesk(Desk):
             name, block_size=blocks_each * BLOCK, block_bytes=size, layout=f"vllm/0/{kind}",
             num_layers=LAYERS * group_count,
         )  # fmt: skip
-        super().__init__(daemon, described, **{"save_queue_bytes": 32 * size} | settings)
+        # To ask how far a step is would have the driver do its work.
+        quiet = {"save_queue_bytes": 32 * size, "report_steps": False}
+        super().__init__(daemon, described, **quiet | settings)
         self.side: GpuWorkerSide = self.workers[0]
 
     def worker(self, stage: int, config: Any, caches: Any) -> GpuWorkerSide:

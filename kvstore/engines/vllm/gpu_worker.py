@@ -106,10 +106,12 @@ class GpuWorkerSide(WorkerSide):
         if mover is None:
             return
         if message.weights != self._weights:
+            # What reads the old session's memory ends before that session does.
+            self._loads.forbid()
             old = mover.forget()
-            self._change_weights(message.weights)
             if old and not self._saver.submit(partial(mover.drop, old)):
                 mover.drop(old)
+            self._change_weights(message.weights)
         if self._failed:
             return
         try:

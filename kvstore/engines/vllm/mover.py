@@ -82,6 +82,11 @@ class Mover:
         slots = save_bytes // self.groups.block_bytes
         return Taker(self.gpu, OpaqueMemory(self.groups, self._stage(slots))) if slots else None
 
+    @property
+    def has_load_stage(self) -> bool:
+        """Whether loads may go through a stage; else they go by pieces."""
+        return self._memory.stage is not None
+
     def stream(self) -> int:
         return self._ground.stream()
 

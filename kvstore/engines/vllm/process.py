@@ -58,7 +58,7 @@ def is_there() -> bool:
 class EngineProcess:
     """A vLLM engine of `model`; `settings` are the connector's, None for plain vLLM.
 
-    It starts at once and is waited for with the first call.
+    It starts at once and is waited for with the first call. `host` is what Python is to run.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class EngineProcess:
         settings: dict[str, Any] | None,
         role: str = "kv_both",
         environ: dict[str, str] | None = None,
+        host: tuple[str, ...] = ("-m", "kvstore.engines.vllm.host"),
         **options: Any,
     ) -> None:
         python = interpreter()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [python, "-m", "kvstore.engines.vllm.host"],
+            [python, *host],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             env={**os.environ, **(environ or {})},
         )  # fmt: skip

@@ -64,6 +64,33 @@ def test_ranks_restore_their_own_shards(model: Path, plain: Engine) -> None:
         engine.close()
 
 
+HOST = Path(__file__).parents[2] / "support" / "vllm_gpu_host.py"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_way_to_a_gpu_gives_the_tokens_of_vllm_alone(family: str, tmp_path: Path) -> None:
+    """A real vLLM whose memory counts as a GPU's answers as without a store, aborts included."""
+    model = tiny_model(tmp_path, family=family)
+    asks = [ask(prompt(60 + n, 1100), max_tokens=12) for n in range(3)]
+    reference = Engine(model, None, **BATCH)
+    with DaemonProcess("64MiB", LIMITS) as daemon:
+        engine = attached(model, daemon, host=(str(HOST),), settings={"gpu": "untested"})
+        right = tokens(reference.run(*asks))
+        reference.close()
+        assert tokens(engine.run(*asks)) == right
+        for after in (0, 1, 2, 3):
+            aborted = {**asks[1], "abort_after_steps": after} if after else asks[1]
+            outcomes = restored(engine, daemon, asks[0], aborted, asks[2])
+            kept = [0, 2] if after else [0, 1, 2]
+            assert [tokens(outcomes)[n] for n in kept] == [right[n] for n in kept]
+            assert [cached(outcomes)[n] for n in kept] == [1024] * len(kept)
+        daemon.kill()
+        assert engine.call("forget_local")
+        assert tokens(engine.run(*asks)) == right
+        assert engine.call("state")["requests"] == 0
+        engine.close()
+
+
 def test_layers_with_sliding_windows_are_restored(tmp_path: Path) -> None:
     """Models whose layers attend to the last tokens only keep groups of blocks; all are stored."""
     hybrid = tiny_model(tmp_path, family="gemma3")
