@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from kvstore.server.staging import StagingBudget
 from kvstore.store.sessions import Identity
 from kvstore.testing import InProcessStore
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.host import HostTier
 
 CONFIGURATION_PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 BASE: dict[str, Any] = {"tiers": {"host": {"size": "16MiB", "pool": "sealed"}}}
@@ -43,10 +46,9 @@ class Rig:
             self.store, Access(config.access, 0), limits, StagingBudget(1 << 20, 1 << 20, 1 << 22)
         )
         source = ConfigSource(self._load, lambda: read(None, {}, self.sections))
-        self.ceilings: list[int] = []
-        self.reloader = Reloader(
-            self.store, self.sessions, store.clock, config, source, self.ceilings.append
-        )
+        assert isinstance(store.tier, HostTier)
+        self.tier = store.tier
+        self.reloader = Reloader(self.store, self.sessions, store.clock, config, source, self.tier)
 
     def _load(self) -> Any:
         return load(None, {}, FixedMachine(), self.sections)
@@ -59,6 +61,19 @@ class Rig:
     def write(self, **sections: Any) -> tuple[list[str], list[str]]:
         """(applied, waiting for a restart) of a reload with these tables."""
         return tuple(self.reload(**sections)[:2])  # type: ignore[return-value]
+
+    @property
+    def capacity(self) -> int:
+        return self.tier.usage("").capacity_bytes
+
+    def settle(self) -> None:
+        """Ticks as the daemon does until the pool has its size."""
+        end = time.monotonic() + 20.0
+        while self.tier.is_growing(""):
+            assert time.monotonic() < end
+            time.sleep(0.002)
+            self.tier.tick()
+        self.reloader.tick()
 
 
 @pytest.fixture
@@ -99,7 +114,7 @@ def test_every_key_is_either_live_or_named(rig: Rig) -> None:
         try:
             read(None, {}, tables)
             rig.sections = {**BASE, **tables}
-            applied, waiting, _ = rig.reloader.reload()
+            applied, waiting, *_ = rig.reloader.reload()
         except ConfigError:
             continue  # it needs another key beside it
         seen += 1
@@ -175,11 +190,73 @@ def test_the_host_tier_shrinks_and_grows_up_to_what_it_was(rig: Rig) -> None:
         return rig.write(tiers={"host": {"size": size, "pool": "sealed"}})
 
     assert sized("8MiB") == (["tiers.host.size"], [])
-    assert sized("12MiB") == (["tiers.host.size"], [])
+    assert rig.capacity == 8 << 20
+    assert sized("12MiB") == ([], [])
+    rig.settle()
     assert sized("32MiB") == ([], ["tiers.host.size"])
     assert rig.reloader.running.tiers.host.size == 12 << 20
-    assert sized("16MiB") == (["tiers.host.size"], [])
-    assert rig.ceilings == [8 << 20, 12 << 20, 16 << 20]
+    assert sized("16MiB") == ([], [])
+    rig.settle()
+    assert rig.capacity == 16 << 20
+
+
+def test_a_larger_host_tier_holds_once_its_memory_is_there() -> None:
+    """Size, limits that are shares of it and floors that only it keeps come together; a growth that
+    is taken back before changes nothing; more than size_max waits for a restart."""
+
+    def sized(size: str) -> Any:
+        return {"host": {"size": size, "size_max": "64MiB", "pool": "sealed"}}
+
+    tenants = [{"name": "chat", "host_floor": "40MiB"}]
+    limits = {"pinned_bytes_per_session": "1MiB"}
+    with InProcessStore("16MiB", sections={"tiers": sized("16MiB")}) as store:
+        rig = Rig(store, {"tiers": sized("16MiB"), "limits": limits})
+        answer = rig.reload(tiers=sized("64MiB"), limits=limits, tenants=tenants)
+        assert answer[:3] == ([], [], [])
+        assert answer.begun == "tiers.host.size grows from 16MiB to 64MiB"
+        parts = rig.store.parts
+        assert (rig.capacity, parts.limits.leased_bytes_per_session) == (16 << 20, 8 << 20)
+        assert parts.residency.quota("chat", 0).floor_bytes is None
+        rig.settle()
+        assert (rig.capacity, parts.limits.leased_bytes_per_session) == (64 << 20, 32 << 20)
+        assert parts.limits.pinned_bytes_per_session == 1 << 20
+        assert parts.residency.quota("chat", 0).floor_bytes == 40 << 20
+        assert rig.reload(tiers=sized("64MiB"), limits=limits, tenants=tenants) == ([], [], [], "")
+        assert rig.reload(tiers=sized("16MiB"), limits=limits).applied[0] == "tenants"
+        assert parts.limits.leased_bytes_per_session == 8 << 20
+        assert rig.reload(tiers=sized("48MiB"), limits=limits).begun
+        assert rig.reload(tiers=sized("16MiB"), limits=limits) == ([], [], [], "")
+        rig.settle()
+        assert rig.capacity == 16 << 20
+        larger = {"host": {"size": "65MiB", "size_max": "65MiB", "pool": "sealed"}}
+        waiting = ["tiers.host.size", "tiers.host.size_max"]
+        assert rig.reload(tiers=larger, limits=limits)[:2] == ([], waiting)
+
+
+def test_memory_that_lacks_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I14: the old size stays with all that follows from it, and the next reload tries again."""
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sections = {"tiers": {"host": {"size": "16MiB", "size_max": "64MiB", "pool": "sealed"}}}
+    with InProcessStore("16MiB", sections=sections) as store:
+        rig = Rig(store, sections)
+        larger = {"host": {"size": "64MiB", "size_max": "64MiB", "pool": "sealed"}}
+        monkeypatch.setattr("kvstore.tiers.host.backing.posix_fallocate", full)
+        assert rig.reload(tiers=larger).begun
+        rig.settle()
+        assert (
+            "tiers.host.size stays 16MiB and not 64MiB: memory for it cannot be had" in caplog.text
+        )
+        assert rig.capacity == 16 << 20
+        assert rig.reloader.running.tiers.host.size == 16 << 20
+        monkeypatch.undo()
+        assert rig.reload(tiers=larger).begun
+        rig.settle()
+        assert rig.capacity == 64 << 20
 
 
 def test_the_disk_tier_takes_another_size(tmp_path: Path) -> None:
@@ -193,14 +270,14 @@ def test_the_disk_tier_takes_another_size(tmp_path: Path) -> None:
     disk = DiskTier(place, 32 << 20)
     with InProcessStore("16MiB", disk=disk) as store:
         rig = Rig(store, {"tiers": sized("32MiB")})
-        assert rig.reload(tiers=sized("48MiB")) == (["tiers.disk.size"], [], [])
+        assert rig.reload(tiers=sized("48MiB"))[:3] == (["tiers.disk.size"], [], [])
         assert rig.reloader.running.tiers.disk.size == 48 << 20
         assert 40 << 20 < disk.usage().capacity_bytes < 48 << 20
-        assert rig.reload(tiers=sized("16MiB")) == (["tiers.disk.size"], [], [])
+        assert rig.reload(tiers=sized("16MiB"))[:3] == (["tiers.disk.size"], [], [])
         assert disk.usage().capacity_bytes < 16 << 20
         elsewhere = rig.reload(tiers=sized("64MiB", tmp_path / "other"))
-        assert elsewhere == ([], ["tiers.disk.path", "tiers.disk.size"], [])
-        assert rig.reload(tiers=sized("16MiB")) == ([], [], [])
+        assert elsewhere[:3] == ([], ["tiers.disk.path", "tiers.disk.size"], [])
+        assert rig.reload(tiers=sized("16MiB"))[:3] == ([], [], [])
         disk._books.room.reserve_bytes = 1 << 60
         answer = rig.reload(tiers=sized("64MiB"))
         assert answer[:2] == ([], [])

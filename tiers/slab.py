@@ -83,6 +83,11 @@ class Slab(SlabBooks):
             self._first_free[chunk] = index
         self._came_free(chunk, slots)
 
+    def give_up(self, offset: int) -> None:
+        """STAGING -> FREE, for a slot that cannot be used after all."""
+        self.rest(offset)
+        self.free(offset)
+
     def dissolve_empty(self) -> None:
         """Takes every wholly free chunk out of its class."""
         for chunk in sorted(self._empty):

@@ -88,7 +88,8 @@ class SlabBooks:
     def free_ranges(self, at: int) -> tuple[list[tuple[int, int]], int]:
         """(offset, length) of what is free of the chunk or unassigned granule at granule `at`.
 
-        Answers with the granule after it as well; `at` may lie within a chunk.
+        A chunk's tail, which no slot is in, counts. Answers with the granule after it as well; `at`
+        may lie within a chunk.
         """
         head = self._head[at]
         if head < 0:
@@ -101,7 +102,10 @@ class SlabBooks:
             (base + start * size, (stop - start) * size)
             for start, stop in zip(edges[::2], edges[1::2], strict=True)
         ]
-        return ranges, head + (1 << self._order_of[head])
+        after, tail = head + (1 << self._order_of[head]), base + len(free) * size
+        if tail < after << self.shift:
+            ranges.append((tail, (after << self.shift) - tail))
+        return ranges, after
 
     def check_integrity(self) -> None:
         """Asserts that every counter agrees with the slots' states, counted anew."""

@@ -1,4 +1,4 @@
-"""A slab whose size changes while it serves: granules are given up as they come free, or added.
+"""Slabs whose size changes while they serve: granules are added, or given up as they come free.
 
 Pure bookkeeping, like the slab. What a smaller slab lacks is a debt: every granule that comes free
 pays for it, wherever it lies, and is withheld from use. Offsets are names, so holes do no harm.
@@ -17,7 +17,34 @@ from kvstore.tiers.slab import Slab
 _BY_GRANULE = ("_head", "_class_of", "_order_of", "_slots", "_free", "_published", "_first_free")
 
 
-class ResizableSlab(Slab):
+class GrowingSlab(Slab):
+    """A slab that may get more granules behind those it has."""
+
+    def grow(self, byte_count: int) -> None:
+        """Has so many bytes from now on; the ceiling stays where it is."""
+        granules = (byte_count - self.capacity_bytes) >> self.shift
+        if granules > 0:
+            self.capacity_bytes += granules << self.shift
+            self.free_bytes += granules << self.shift
+            self._extend(granules)
+            self._order_anew()
+
+    def _extend(self, granules: int) -> None:
+        # New arrays take the place of the old: workers may be looking at those.
+        for name in _BY_GRANULE:
+            old: array[int] = getattr(self, name)
+            fill = -1 if name in _BY_GRANULE[:3] else 0
+            setattr(self, name, old + array(old.typecode, [fill]) * granules)
+        self._draining += bytes(granules)
+        self._buddy.extend(len(self._head))
+
+    def _order_anew(self) -> None:
+        """Larger chunks for each class, as a slab that was made with this size gives them."""
+        for slots in self._classes:
+            slots.order = self._order_of_class(slots.slot_bytes)
+
+
+class ResizableSlab(GrowingSlab):
     """A slab with `set_size`; `capacity_bytes` falls as memory comes free, its ceiling at once."""
 
     _debt_granules = 0
@@ -143,20 +170,6 @@ class ResizableSlab(Slab):
         self._withheld = tuple(withheld)
         if granules:
             self._extend(granules)
-
-    def _extend(self, granules: int) -> None:
-        # New arrays take the place of the old: workers may be looking at those.
-        for name in _BY_GRANULE:
-            old: array[int] = getattr(self, name)
-            fill = -1 if name in _BY_GRANULE[:3] else 0
-            setattr(self, name, old + array(old.typecode, [fill]) * granules)
-        self._draining += bytes(granules)
-        self._buddy.extend(len(self._head))
-
-    def _order_anew(self) -> None:
-        """Larger chunks for each class, as a slab that was made with this size gives them."""
-        for slots in self._classes:
-            slots.order = self._order_of_class(slots.slot_bytes)
 
     def check_integrity(self) -> None:
         super().check_integrity()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvstore.cli.findings import FAIL, OK, WARN, Finding, read_lines
 from kvstore.core.config import MIB, Config
+from kvstore.core.config_host import never_fits
 from kvstore.core.config_rules import index_block_bytes
 from kvstore.core.machine import (
     NO_LIMIT,
@@ -26,17 +27,21 @@ FIXED_BYTES, SESSION_BYTES = 256 * MIB, MIB
 
 def memlock(config: Config) -> Finding:
     """Whether the host tier's pages may be kept from being swapped out."""
-    limit, need = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.tiers.host.size
+    limit, host = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.tiers.host
+    need = max(host.size, host.size_max or 0)
     shown = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
     if limit == resource.RLIM_INFINITY or limit >= need:
         return Finding("memlock limit", OK, shown)
-    if not config.tiers.host.mlock or _may_lock_all():
-        why = "CAP_IPC_LOCK overrides it" if config.tiers.host.mlock else "no pages are locked"
+    if not host.mlock or _may_lock_all():
+        why = "CAP_IPC_LOCK overrides it" if host.mlock else "no pages are locked"
         return Finding("memlock limit", OK, f"{shown}; {why}")
+    below = f"{shown}, below the host tier's {format_bytes(need)}: its pages may be swapped out"
+    if limit >= host.size:
+        below = f"{shown}, below tiers.host.size_max, {host.size_max}: it cannot grow that far"
     return Finding(
         "memlock limit",
         WARN,
-        f"{shown}, below the host tier's {format_bytes(need)}: its pages may be swapped out",
+        below,
         "raise it (LimitMEMLOCK=infinity in the unit, `--ulimit memlock=-1` for a container, "
         "`ulimit -l unlimited` in a shell) or set tiers.host.mlock = false",
     )
@@ -58,6 +63,9 @@ def memory_file_system(config: Config, machine: Machine, is_default_size: bool) 
     free = machine.file_system_free_bytes(str(here))
     found = f"{here}: {format_bytes(total)}, {format_bytes(free)} free"
     name = "memory file system"
+    too_large, fix = never_fits(config, machine), "lower tiers.host.size_max"
+    if host.pool == "sealed" and too_large:
+        return Finding(name, WARN, too_large, fix)
     if host.pool == "sealed":
         return Finding(name, OK, f"{found}; not used by sealed pools")
     kind = file_system_type(here)
@@ -72,6 +80,8 @@ def memory_file_system(config: Config, machine: Machine, is_default_size: bool) 
             name, FAIL, f"{found}; the host tier of {format_bytes(host.size)} does not fit",
             _larger(here, 2 * host.size) + ", or lower tiers.host.size",
         )  # fmt: skip
+    if too_large:
+        return Finding(name, WARN, f"{found}; {too_large}", fix)
     wanted = machine.available_bytes() // 4
     if is_default_size and wanted > 2 * host.size:
         return Finding(

@@ -82,6 +82,7 @@ class Session:
         self._trouble = trouble
         self._dropped: deque[Lease] = deque()
         self._untouched: deque[tuple[MappedPool, int]] = deque()
+        self._cells_touched: dict[int, int] = {}
         transport.on_notice = self._notice
         request = pb.OpenSessionRequest(
             client_name=client_name, protocol_minor=PROTOCOL_MINOR, staging_bytes=staging_bytes
@@ -115,9 +116,7 @@ class Session:
         except KVStoreError as error:
             raise self.judge(error) from error
         for pool in pools:
-            if pool.pool_id not in self.pools:
-                self.pools[pool.pool_id] = pool
-                self._untouched.append((pool, 0))
+            self.pools.setdefault(pool.pool_id, pool)
         attachment = Attachment(
             self, response.attachment, response.space_id, response.epoch, response.block_bytes,
             response.slot_bytes, space.spec.shard_count, self.pools,
@@ -241,6 +240,12 @@ class Session:
 
         A restore that is the first to read its pages would take half as long again.
         """
+        if not self._untouched:
+            for pool in list(self.pools.values()):
+                cells = pool.whole_cells
+                if cells > self._cells_touched.get(pool.pool_id, 0):  # a new pool, or it has grown
+                    self._untouched.append((pool, 0))
+                self._cells_touched[pool.pool_id] = cells
         if self._untouched:
             pool, start = self._untouched.popleft()
             stop = pool.touch(start, TOUCH_BYTES)

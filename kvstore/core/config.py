@@ -79,6 +79,7 @@ class TenantSection(Section, frozen=True):
 
 class HostSection(Section, frozen=True):
     size: AutoSize = AUTO
+    size_max: Size | None = None
     pool: Literal["shm", "sealed"] = "shm"
     directory: str = ""
     hugepages: Literal["off", "advise", "hugetlb"] = "off"
@@ -192,6 +193,13 @@ class Config(Section, frozen=True):
         """
         isolated = {t.name: int(t.host_size or 0) for t in self.tenants if t.isolated}
         return {"": int(self.tiers.host.size) - sum(isolated.values()), **isolated}
+
+    @property
+    def host_pool_sizes(self) -> list[tuple[str, int, int]]:
+        """Name, bytes and most bytes of each host pool: only the shared one may grow."""
+        host, pools = self.tiers.host, self.host_pools
+        more = max(0, int(host.size_max or 0) - int(host.size))
+        return [(name, size, size if name else size + more) for name, size in pools.items()]
 
     @property
     def disk_bytes(self) -> int:
@@ -335,7 +343,10 @@ def _fill_in_host(host: HostSection, socket: str, machine: Machine) -> HostSecti
         directory = f"/dev/shm/kvstore-{machine.uid()}-{digest}"
     directory = str(Path(directory).absolute())
     size = host.size or _default_host_size(directory, host.pool, machine)
-    return msgspec.structs.replace(host, directory=directory, size=size)
+    if not host.size and host.size_max is not None:
+        size = AutoSize(min(size, host.size_max))
+    size_max = Size(size) if host.size_max is None else host.size_max
+    return msgspec.structs.replace(host, directory=directory, size=size, size_max=size_max)
 
 
 def _default_host_size(directory: str, pool: str, machine: Machine) -> AutoSize:
@@ -376,11 +387,11 @@ def _default_staging(limits: LimitsSection, host_size: int, machine: Machine) ->
 
 
 def _fill_in_index(index: IndexSection, tiers: TiersSection, machine: Machine) -> IndexSection:
-    """As many blocks as the pool has smallest slots, and as the disk has slots of 256 KiB.
+    """As many blocks as the pool may have smallest slots, and the disk has slots of 256 KiB.
 
     At most a million (576 MB of index); those of the disk at most in an eighth of the memory.
     """
-    in_host = max(int(tiers.host.size) >> 12, 1024)
+    in_host = max(int(tiers.host.size_max or tiers.host.size) >> 12, 1024)
     disk_bytes = int(tiers.disk.size or 0) if tiers.disk.path else 0
     memory = machine.available_bytes() // 8
     on_disk = min(disk_bytes // DISK_BLOCK_BYTES, memory // index_block_bytes(with_disk=True))

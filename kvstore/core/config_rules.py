@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.core.config_disk import check_disk, check_disk_quotas
 from kvstore.core.config_hbm import check_hbm
+from kvstore.core.config_host import check_host
 from kvstore.core.errors import ConfigError
 from kvstore.core.sizes import format_bytes
 
@@ -30,6 +31,7 @@ def check(config: Config, machine: Machine) -> None:
     _check_server(config)
     _check_events(config)
     _check_access(config)
+    check_host(config)
     _check_tenants(config)
     _check_limits(config)
     check_disk(config, machine)

@@ -19,6 +19,10 @@ class Machine(Protocol):
         """Memory that processes could still take, the cgroup's limit counted."""
         ...
 
+    def total_bytes(self) -> int:
+        """Memory there is, used or not, or what the cgroup allows of it."""
+        ...
+
     def file_system_free_bytes(self, directory: str) -> int:
         """Free bytes of the file system that `directory` is on or would be made on."""
         ...
@@ -28,7 +32,7 @@ class Machine(Protocol):
         ...
 
     def pool_bytes(self, directory: str) -> int:
-        """Bytes of the pools that an earlier daemon left in `directory`; 0 without any."""
+        """Memory of the pools that an earlier daemon left in `directory`; 0 without any."""
         ...
 
     def directory_bytes(self, directory: str) -> int:
@@ -56,6 +60,9 @@ class FixedMachine(NamedTuple):
     def available_bytes(self) -> int:
         return self.memory
 
+    def total_bytes(self) -> int:
+        return self.memory
+
     def file_system_free_bytes(self, directory: str) -> int:
         return self.free
 
@@ -81,6 +88,9 @@ class LocalMachine:
     def available_bytes(self) -> int:
         return min(meminfo().get("MemAvailable", NO_LIMIT), cgroup_available_bytes())
 
+    def total_bytes(self) -> int:
+        return min(meminfo().get("MemTotal", NO_LIMIT), cgroup_limit_bytes())
+
     def file_system_free_bytes(self, directory: str) -> int:
         status = os.statvfs(existing_parent(directory))
         return status.f_bavail * status.f_frsize
@@ -91,7 +101,7 @@ class LocalMachine:
 
     def pool_bytes(self, directory: str) -> int:
         try:
-            return sum(path.stat().st_size for path in Path(directory).glob(POOL_GLOB))
+            return sum(medium_bytes(str(path)) for path in Path(directory).glob(POOL_GLOB))
         except OSError:
             return 0
 

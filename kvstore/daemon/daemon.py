@@ -203,8 +203,8 @@ class Daemon:
             self._desk.open(self.store, sessions)
         if self._source is not None:
             self._reloader = Reloader(
-                self.store, sessions, self.clock, config, self._source,
-                lambda size: self._tiers.host.set_ceiling("", size), self._tiers.take_keys,
+                self.store, sessions, self.clock, config, self._source, self._tiers.host,
+                self._tiers.take_keys, self._tiers.grown,
             )  # fmt: skip
         budget = MessageBudget(int(limits.inflight_message_bytes))
         group = parse_group("server.socket_group", config.server.socket_group)
@@ -244,7 +244,9 @@ class Daemon:
         self._last_tick = self.clock.now()
         self._manager.beat(self._last_tick)
         self.store.tick()
-        self._tiers.host.give_back()
+        self._tiers.host.tick()
+        if self._reloader is not None:
+            self._reloader.tick()
         self._ticks += 1
         if self._ticks % GAUGE_TICKS == 0:
             self._set_gauges()

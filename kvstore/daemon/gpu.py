@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING
 
@@ -32,31 +32,56 @@ class Gpus:
     def __init__(self, tiers: Sequence[HbmTier], memories: Sequence[np.ndarray]) -> None:
         self.tiers = tuple(tiers)
         self._stop = threading.Event()
+        self._known: list[tuple[int, int]] = []
+        self._thread: threading.Thread | None = None
+        self.follow(memories)
+
+    def follow(self, memories: Sequence[np.ndarray]) -> None:
+        """Registers what of these is not known yet; it has its memory for good."""
+        before, parts = self._thread, list(_unknown(self._known, memories))
+        self._known += [(part.ctypes.data, part.ctypes.data + len(part)) for part in parts]
         self._thread = threading.Thread(
-            target=self._register, args=(memories,), name="kvstore gpu", daemon=True
+            target=self._register, args=(parts, before), name="kvstore gpu", daemon=True
         )
         self._thread.start()
 
-    def _register(self, memories: Sequence[np.ndarray]) -> None:
+    def _register(self, parts: Sequence[np.ndarray], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         first, *others = self.tiers
         try:
-            for memory in memories:
-                for start in range(0, len(memory), REGISTER_BYTES):
-                    if self._stop.is_set():
-                        return
-                    part = memory[start : start + REGISTER_BYTES]
-                    first.use_stable_memory(part)  # portable: every GPU knows it from now on
-                    for tier in others:
-                        tier.use_stable_memory(part, register=False)
+            for part in parts:
+                if self._stop.is_set():
+                    return
+                first.use_stable_memory(part)  # portable: every GPU knows it from now on
+                for tier in others:
+                    tier.use_stable_memory(part, register=False)
         except TierError as error:
             _log.warning("blocks go to tier hbm through buffers: %s", error)
 
     def close(self) -> None:
         """No worker may be inside the tiers."""
         self._stop.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         for tier in reversed(self.tiers):  # the first one holds what is registered
             tier.close()
+
+
+def _unknown(
+    known: Sequence[tuple[int, int]], memories: Sequence[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Parts of the memories that lie in no known range (address, end), none larger than one goes.
+
+    A range lies in a memory whole, or outside.
+    """
+    for memory in memories:
+        base, start = memory.ctypes.data, 0
+        inside = sorted(r for r in known if base <= r[0] and r[1] <= base + len(memory))
+        for low, high in [*inside, (base + len(memory), 0)]:
+            for at in range(start, low - base, REGISTER_BYTES):
+                yield memory[at : min(at + REGISTER_BYTES, low - base)]
+            start = high - base
 
 
 def open_gpus(

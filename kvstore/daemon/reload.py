@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from kvstore.logs import configure
 from kvstore.server.access import Access
 from kvstore.server.sessions import Sessions
 from kvstore.store.kvstore import KVStore
+from kvstore.tiers.host import HostTier
+
+_log = logging.getLogger("kvstore.daemon")
 
 # Keys that take effect at once. Of `tenants`, isolation and pools need a restart.
 LIVE = frozenset({
@@ -27,8 +31,14 @@ LIVE = frozenset({
         "reserved_bytes_per_tenant", "staging_ttl_seconds", "max_pin_ttl_seconds",
     )),
 })  # fmt: skip
-# Live too: up to the size that the pool was made with, and up to what its file system has room for.
+# Live too: up to tiers.host.size_max as it was at the start, and up to what a file system has room
+# for.
 HOST_SIZE, DISK_SIZE = "tiers.host.size", "tiers.disk.size"
+# Where these are "auto" they are shares of the host tier, and follow it.
+SHARES = (
+    "leased_bytes_per_session", "leased_bytes_per_tenant", "pinned_bytes_per_session",
+    "pinned_bytes_per_tenant", "reserved_bytes_per_session", "reserved_bytes_per_tenant",
+)  # fmt: skip
 ISOLATION = "tenants[].isolated and host_size"
 KEYS = "keys in tiers.disk.key_file"
 
@@ -44,18 +54,31 @@ class ConfigSource(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Keys that differ from those in force: taken over, waiting for a restart, and refused why."""
+    """Keys that differ from those in force: taken over, waiting for a restart, and refused why.
+
+    `begun` says what is being done, and is told of when it is over.
+    """
 
     applied: list[str]
     waiting: list[str]
     refused: list[str]
+    begun: str = ""
 
     def __str__(self) -> str:
-        done = ", ".join(self.applied) or "nothing has changed"
+        done = ", ".join(self.applied) or ("" if self.begun else "nothing has changed")
+        done = ", ".join(filter(None, (done, self.begun)))
         rest = f"; a restart is needed for {', '.join(self.waiting)}" if self.waiting else ""
         for sentence in self.refused:
             rest += f"; {sentence}"
         return f"policy and quotas are reloaded ({done}){rest}"
+
+
+class Growing(NamedTuple):
+    """A larger host tier whose memory is being had: what holds once it is there."""
+
+    keys: list[str]
+    config: Config
+    asked: Config
 
 
 class Reloader:
@@ -68,13 +91,15 @@ class Reloader:
         clock: Clock,
         running: Config,
         source: ConfigSource,
-        resize: Callable[[int], None] = lambda byte_count: None,
+        host: HostTier,
         take_keys: Callable[[str], bool] = lambda key_file: False,
+        grown: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._sessions, self._clock = store, sessions, clock
         self._source = source
-        self._resize, self._take_keys = resize, take_keys
-        self._opened_bytes = running.host_pools[""]
+        self._host, self._take_keys, self._grown = host, take_keys, grown
+        self._most_bytes = running.host_pool_sizes[0][2]
+        self._growing: Growing | None = None
         self._asked = source.read()
         self.running = running
 
@@ -83,38 +108,77 @@ class Reloader:
         config, asked = self._source.load(), self._source.read()
         has_new_keys = self._take_keys(self.running.tiers.disk.key_file)
         keys = changed(self._asked, asked)
-        applied = [key for key in keys if key in LIVE or self._fits_the_pool(key, config)]
+        applied = [key for key in keys if key in LIVE]
+        held = self._resize_host(keys, config, asked, applied)
         refused: list[str] = []
         if DISK_SIZE in keys and "tiers.disk.path" not in keys and self._store.parts.disk:
             sentence = self._resize_disk(config)
             (refused if sentence else applied).append(sentence or DISK_SIZE)
-        waiting = [key for key in keys if key not in applied]
+        waiting = [key for key in keys if key not in applied and key not in held]
         if refused:
             waiting.remove(DISK_SIZE)
         if _pools(asked) != _pools(self._asked):
             waiting.append(ISOLATION)
+        self._take(applied, config, asked, ISOLATION not in waiting and "tenants" not in held)
+        size = config.tiers.host.size
+        begun = f"{HOST_SIZE} grows from {self.running.tiers.host.size} to {size}" if held else ""
+        return Outcome([*applied, KEYS] if has_new_keys else applied, waiting, refused, begun)
+
+    def tick(self) -> None:
+        """Takes a larger host tier into use, once its memory is there; or says why it is not."""
+        growing = self._growing
+        if growing is None or self._host.is_growing(""):
+            return
+        self._growing, problem = None, self._host.size_problem("")
+        size, wanted = self.running.tiers.host.size, growing.config.tiers.host.size
+        if problem:
+            _log.error("%s stays %s and not %s: %s", HOST_SIZE, size, wanted, problem)
+            return
+        self._take(growing.keys, growing.config, growing.asked, "tenants" in growing.keys)
+        self._grown()
+        _log.info("%s is %s now, and was %s", HOST_SIZE, wanted, size)
+
+    def _resize_host(
+        self, keys: list[str], config: Config, asked: Config, applied: list[str]
+    ) -> list[str]:
+        """Has the shared pool take its new size; the keys that hold once its memory is there."""
+        now, self._growing = self.running.host_pools[""], None
+        wanted = int(config.tiers.host.size) - self._isolated_bytes()
+        if HOST_SIZE not in keys or not POOL_BYTES_MIN <= wanted <= self._most_bytes:
+            self._host.resize("", now)  # ends a growth that is not wanted any more
+            return []
+        self._host.resize("", wanted)
+        if wanted <= now:
+            applied.append(HOST_SIZE)
+            return []
+        held = [HOST_SIZE]
+        floors = sum(int(tenant.host_floor or 0) for tenant in config.tenants)
+        if "tenants" in applied and floors > now:
+            applied.remove("tenants")
+            held.append("tenants")
+        self._growing = Growing(held, config, asked)
+        return held
+
+    def _take(self, keys: list[str], config: Config, asked: Config, has_tenants: bool) -> None:
+        """These keys hold from now on."""
         before = self.running
-        self.running = self._merged(applied, config)
-        self._asked = with_keys(self._asked, [k for k in applied if k != "tenants"], asked)
-        if ISOLATION not in waiting:
+        self.running = self._merged(keys, config, asked)
+        self._asked = with_keys(self._asked, [key for key in keys if key != "tenants"], asked)
+        if has_tenants:
             self._asked = with_keys(self._asked, ["tenants"], asked)
         self._apply(before, config)
-        return Outcome([*applied, KEYS] if has_new_keys else applied, waiting, refused)
 
-    def _merged(self, applied: list[str], config: Config) -> Config:
+    def _merged(self, keys: list[str], config: Config, asked: Config) -> Config:
         """The settings in force from now on: pools stay what they were opened with."""
-        merged = with_keys(self.running, applied, config)
+        if HOST_SIZE in keys:
+            keys = keys + [f"limits.{name}" for name in SHARES if not getattr(asked.limits, name)]
+        merged = with_keys(self.running, keys, config)
         pools = {tenant.name: tenant for tenant in self.running.tenants if tenant.isolated}
         tenants = [pools.get(t.name) or _shared(t) for t in merged.tenants]
         named = {tenant.name for tenant in tenants}
         tenants += [tenant for name, tenant in pools.items() if name not in named]
         running: Config = msgspec.structs.replace(merged, tenants=tuple(tenants))
         return running
-
-    def _fits_the_pool(self, key: str, config: Config) -> bool:
-        """Whether a new size of the host tier is one that the shared pool has room for."""
-        wanted = int(config.tiers.host.size) - self._isolated_bytes()
-        return key == HOST_SIZE and POOL_BYTES_MIN <= wanted <= self._opened_bytes
 
     def _resize_disk(self, config: Config) -> str:
         """Has the disk tier take its new size; why not, if that cannot be."""
@@ -140,7 +204,6 @@ class Reloader:
             store.set_policy(config.policy.eviction)
         self._take_quotas(before)
         if running.tiers.host.size != before.tiers.host.size:
-            self._resize(running.host_pools[""])
             store.resized(running.host_pools[""])
 
     def _take_quotas(self, before: Config) -> None:

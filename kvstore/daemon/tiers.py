@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvstore.core.config import Config, HostSection
 from kvstore.core.config_hbm import device_uuids
+from kvstore.core.config_host import never_fits
 from kvstore.core.errors import ConfigError
 from kvstore.core.generations import Generations
 from kvstore.core.key_file import read_key_file
+from kvstore.core.machine import LocalMachine
 from kvstore.daemon.gpu import Gpus, open_gpus
 from kvstore.locks import FileLock, private_directory
 from kvstore.mover import (
@@ -60,6 +62,11 @@ class OpenTiers(NamedTuple):
         """What was dropped, mended or could not be had at the start."""
         parts = (self.host, self.disk, self.epochs)
         return [note for part in parts if part is not None for note in part.notes]
+
+    def grown(self) -> None:
+        """The host tier has more memory: GPUs read it from there, too."""
+        if self.gpus is not None:
+            self.gpus.follow(self.host.memories)
 
     @property
     def locked_block_count(self) -> int:
@@ -109,6 +116,8 @@ def lock_directories(config: Config) -> list[FileLock]:
 def open_tiers(config: Config) -> OpenTiers:
     """Opens what the locked directories hold. Raises TierError, ConfigError, FailedPrecondition."""
     host_config, disk_config = config.tiers.host, config.tiers.disk
+    if problem := never_fits(config, LocalMachine()):
+        _log.warning("%s", problem)
     shm = Path(host_config.directory) if host_config.pool == "shm" else None
     path = Path(disk_config.path) if disk_config.path else None
     vault = open_vault(disk_config.key_file if disk_config.path else "")
@@ -131,6 +140,8 @@ def open_tiers(config: Config) -> OpenTiers:
     if epochs is not None and directory is not None:
         record = FileRecord(directory, epochs, lambda: generations.next, path is not None)
     gpus = open_gpus(config, host.memories, generations)
+    if gpus is not None:
+        host.keep_memory()
     return OpenTiers(host, disk, record, epochs, gpus, vault)
 
 
@@ -161,7 +172,7 @@ def _open_host(
     config: Config, host: HostSection, directory: Path | None, generations: Generations
 ) -> HostTier:
     return HostTier(
-        [PoolConfig(name, size) for name, size in config.host_pools.items()],
+        [PoolConfig(*pool) for pool in config.host_pool_sizes],
         kind=host.pool,
         directory=directory,
         hugepages=host.hugepages,

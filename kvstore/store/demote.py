@@ -312,8 +312,7 @@ class WriteBehind:
 def begin_conveyors(parts: Parts, disk: Tier) -> None:
     """Has the cold end of every host pool written to disk, or what of it is worth it."""
     for pool in parts.config.host_pools:
-        capacity = parts.host.usage(pool).capacity_bytes
-        mark = int(capacity * parts.config.tiers.disk.demote_watermark)
+        mark = int(parts.host_bytes(pool) * parts.config.tiers.disk.demote_watermark)
         parts.residency.demote_above(pool, mark)
     _set_prices(parts, disk.usage().capacity_bytes)
 

@@ -136,6 +136,10 @@ class Parts:
         """Name of the host pool that a tenant's blocks lie in: its own if it is isolated."""
         return tenant if tenant in self.config.host_pools else ""
 
+    def host_bytes(self, pool: str) -> int:
+        """Size of a host pool, also while it still holds more."""
+        return min(self.host.usage(pool).capacity_bytes, self.config.host_pools[pool])
+
     def known_tenants(self) -> set[str]:
         """Tenants that the configuration or a space names."""
         config = self.config

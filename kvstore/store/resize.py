@@ -1,4 +1,4 @@
-"""Resize: a host pool that is made smaller while it serves loses what is over, the least first."""
+"""Resize: a host pool that holds more than its size loses what is over, the least first."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ DROPS_A_TURN = 32
 
 
 class Resizer:
-    """Brings the shared host pool down to its ceiling, a turn at a time.
+    """Brings host pools down to their size, a turn at a time.
 
-    The tier itself hands out nothing above the ceiling. What leases hold stays until they end, so
-    a pool may be over for a while.
+    One is over after it was made smaller, or was taken back by a start with a smaller size. The
+    tier itself hands out nothing above the size. What leases hold stays until they end, so a pool
+    may be over for a while.
     """
 
     def __init__(self, parts: Parts, remover: Remover) -> None:
         self._parts, self._remover = parts, remover
-        self._ceiling_bytes: int | None = None
+        self._sizes = dict(parts.config.host_pools)
 
-    def resized(self, ceiling_bytes: int) -> None:
+    def resized(self, byte_count: int) -> None:
         """From now on the shared pool may hold so much; its cold end begins where that says."""
-        self._ceiling_bytes = ceiling_bytes
+        self._sizes[""] = byte_count
         if self._parts.disk is not None:
-            mark = int(ceiling_bytes * self._parts.config.tiers.disk.demote_watermark)
+            mark = int(byte_count * self._parts.config.tiers.disk.demote_watermark)
             self._parts.residency.demote_above("", mark)
 
     def tick(self) -> None:
         """Evicts what is over; until all that may go is gone, this is asked again each turn."""
-        if self._ceiling_bytes is None:
-            return
         parts = self._parts
-        over = parts.host.usage("").used_bytes - self._ceiling_bytes
-        if over <= 0:
-            return
-        for drop in islice(parts.residency.make_room(HOST, "", "default", over), DROPS_A_TURN):
-            self._remover.drop(drop)
+        for pool, size in self._sizes.items():
+            over = parts.host.usage(pool).used_bytes - size
+            if over > 0:
+                drops = parts.residency.make_room(HOST, pool, pool or "default", over)
+                for drop in islice(drops, DROPS_A_TURN):
+                    self._remover.drop(drop)

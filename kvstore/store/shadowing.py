@@ -287,7 +287,7 @@ def _setup(parts: Parts) -> Setup:
     priced, prices = config.tiers.disk.admission == "measured", config.prices
     return Setup(
         policy=config.policy.eviction,
-        host_bytes={pool: parts.host.usage(pool).capacity_bytes for pool in config.host_pools},
+        host_bytes={pool: parts.host_bytes(pool) for pool in config.host_pools},
         disk_bytes=disk,
         daily_bytes=config.tiers.disk.endurance_dwpd * (disk or 0),
         policies=config.policy.shadows,

@@ -251,7 +251,7 @@ class InProcessStore:
 
     def _host_tier(self, first_generation: int) -> HostTier:
         return HostTier(
-            [PoolConfig(name, size) for name, size in self.config.host_pools.items()],
+            [PoolConfig(*pool) for pool in self.config.host_pool_sizes],
             kind="sealed" if self._directory is None else "shm",
             directory=self._directory,
             first_generation=first_generation,

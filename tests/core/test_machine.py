@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvstore.core.machine import LocalMachine, cgroup_limit_bytes, existing_parent, meminfo
@@ -17,10 +18,11 @@ def test_local_machine_answers(tmp_path: Path) -> None:
 
 
 def test_pool_bytes_adds_the_pools_up(tmp_path: Path) -> None:
-    """Pool files count by size; other files in the directory do not."""
+    """Pool files count by the memory they take; other files in the directory do not."""
     for name in ("pool-0.data", "pool-1.data", "pool-1.headers"):
-        (tmp_path / name).write_bytes(bytes(100))
-    assert LocalMachine().pool_bytes(str(tmp_path)) == 200
+        (tmp_path / name).write_bytes(bytes(65536))
+    os.truncate(tmp_path / "pool-1.data", 1 << 30)
+    assert LocalMachine().pool_bytes(str(tmp_path)) == 2 * 65536
 
 
 def test_existing_parent_climbs(tmp_path: Path) -> None:

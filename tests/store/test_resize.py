@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -47,7 +48,7 @@ class Pool:
     def resize(self, byte_count: int, ticks: int = 400) -> None:
         """What a reload does, and the ticks after it."""
         with self.store.lock:
-            self.tier.set_ceiling("", byte_count)
+            self.tier.resize("", byte_count)
             self.kv.resized(byte_count)
         self.tick(ticks)
 
@@ -55,7 +56,10 @@ class Pool:
         for _ in range(ticks):
             self.store.advance(0.05)
             with self.store.lock:
-                self.tier.give_back()
+                self.tier.tick()
+        while self.tier.is_growing(""):
+            time.sleep(0.002)
+            self.tier.tick()
 
     def check(self) -> Any:
         """Usage, after everything was recounted."""

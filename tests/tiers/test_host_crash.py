@@ -207,9 +207,16 @@ def test_damaged_chunk_entry_drops_its_blocks(shm_directory, stored):
 
 
 @pytest.mark.parametrize("at", [0, 9, 20, 40, 90, 110])
-def test_damaged_superblock_starts_empty(shm_directory, stored, at):
-    """I13: without a sound superblock the pool starts empty, zeroed, and says so."""
-    flip(shm_directory, "headers", at)
+def test_damaged_superblocks_start_empty(shm_directory, stored, at):
+    """I13: one of its two may be damaged, and is mended. Without a sound one the pool starts empty,
+    zeroed, and says so."""
+    for copy in (0, 1024):
+        flip(shm_directory, "headers", copy + at)
+        tier = HostTier(POOL, directory=shm_directory)
+        assert len(list(tier.recover())) == 8
+        tier.close()
+    for copy in (0, 1024):
+        flip(shm_directory, "headers", copy + at)
     tier = HostTier(POOL, directory=shm_directory)
     assert list(tier.recover()) == []
     assert "dropped" in tier.notes[0]

@@ -64,15 +64,20 @@ def test_another_name_gets_zeroed_memory(shm_directory, make_header):
 
 
 @pytest.mark.parametrize("pools", [[("", 2 * MIB)], [("", MIB // 2)]])
-def test_another_size_starts_empty(shm_directory, make_header, pools):
-    """A pool whose size changed starts empty and says so."""
+def test_another_size_keeps_the_blocks(shm_directory, make_header, pools):
+    """I10: a pool is taken back at another size, larger or smaller, with what is in it."""
     tier = opened(shm_directory, ("", MIB))
-    put(tier, make_header)
+    place = put(tier, make_header)
     tier.close()
     tier = opened(shm_directory, *pools)
-    assert list(tier.recover()) == []
-    assert "size changed" in tier.notes[0]
+    (block,) = tier.recover()
+    assert block.place == place
+    assert tier.verify(place, 100_000, block.checksum)
+    tier.adopt(place)
+    tier.free(tier.finish_recovery())
+    assert not tier.notes
     assert tier.usage().capacity_bytes == pools[0][1]
+    tier.check_integrity()
     tier.close()
 
 

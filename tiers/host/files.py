@@ -1,8 +1,9 @@
 """Files of host pools: three a pool, checked before they are trusted, allocated before use.
 
 `data` holds payloads and `generations` 8 bytes for each 4 KiB of them; clients map both
-read-only. `headers` is the daemon's alone. All space is allocated up front or before it is
-touched, since touching a page that a memory file system cannot give is a fatal signal.
+read-only. `headers` is the daemon's alone. Files are as long as the pool may ever be, and sparse
+beyond its size. All space is allocated up front or before it is touched, since touching a page that
+a memory file system cannot give is a fatal signal.
 """
 
 from __future__ import annotations
@@ -16,26 +17,42 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.core.block import SLOT_ALIGN
+from kvstore.core.block import BACKING_SHIFT, GENERATION_BYTES, backing_cells
 from kvstore.core.errors import TierError
-from kvstore.tiers.host import pages
+from kvstore.tiers.chunks import GRANULE_COUNT_MAX
+from kvstore.tiers.host import layout, pages
 
 KINDS = ("data", "generations", "headers")
-GENERATION_BYTES = 8
 _FILE_NAME = re.compile(r"pool-(\d+)\.(data|generations|headers)")
 
 
 class FileSizes(NamedTuple):
-    """Bytes of each file of a pool; of `headers` only `header_base` is allocated at once."""
+    """Lengths of a pool's files: its data, in granules of 1 << `shift`, and what follows."""
 
     data: int
-    generations: int
-    headers: int
-    header_base: int
+    shift: int
 
     @property
-    def allocated(self) -> int:
-        return self.data + self.generations + self.header_base
+    def generations(self) -> int:
+        at, cells = backing_cells(self.data)
+        return at + cells * GENERATION_BYTES
+
+    @property
+    def headers(self) -> int:
+        return layout.HEADERS_AT + self.data
+
+    def rounded(self, size_bytes: int) -> int:
+        """Whole granules of it."""
+        return min(self.data, size_bytes) >> self.shift << self.shift
+
+    def backed(self, size_bytes: int) -> int:
+        """Where the last cell of memory ends that so many bytes take."""
+        return min(self.data, -(-size_bytes >> BACKING_SHIFT) << BACKING_SHIFT)
+
+    def memory_of(self, size_bytes: int) -> int:
+        """What a pool takes that has so many bytes, its maps counted."""
+        maps = backing_cells(size_bytes)[0] + backing_cells(self.data)[1] * GENERATION_BYTES
+        return self.backed(size_bytes) + maps + layout.map_bytes(size_bytes >> self.shift)
 
 
 class PoolFiles(NamedTuple):
@@ -50,11 +67,6 @@ class PoolFiles(NamedTuple):
     def close(self) -> None:
         for fd in self:
             os.close(fd)
-
-
-def generation_bytes(data_bytes: int) -> int:
-    """Size of the generation map of a pool."""
-    return data_bytes // SLOT_ALIGN * GENERATION_BYTES
 
 
 def boot_id() -> str:
@@ -148,7 +160,7 @@ def unlink_pool(directory_fd: int, number: int) -> None:
 def open_existing(
     directory_fd: int, data_directory_fd: int, number: int, sizes: FileSizes
 ) -> PoolFiles | None:
-    """Files of an earlier life; None if one is missing or has another size.
+    """Files of an earlier life; None if one is missing or too short.
 
     Raises TierError if one is a link, shared with others or not a file of ours: somebody else
     made it.
@@ -160,7 +172,7 @@ def open_existing(
             fd = _open_file(where, f"pool-{number}.{kind}", os.O_RDWR)
             if fd is not None:
                 fds.append(fd)
-            if fd is None or os.fstat(fd).st_size != getattr(sizes, kind):
+            if fd is None or os.fstat(fd).st_size < getattr(sizes, kind):
                 _close_all(fds)
                 return None
         return _with_readers(directory_fd, data_directory_fd, number, fds)
@@ -169,28 +181,56 @@ def open_existing(
         raise
 
 
+def lengthen(files: PoolFiles, sizes: FileSizes) -> None:
+    """Longer files for a pool that may grow further than it could; its superblock comes last.
+
+    Cells lie elsewhere now, and say nothing is backed: a crash before the end finds no others.
+    """
+    at, count = backing_cells(sizes.data)
+    try:
+        for fd, kind in zip(files, KINDS, strict=False):
+            if os.fstat(fd).st_size < getattr(sizes, kind):
+                os.ftruncate(fd, getattr(sizes, kind))
+        os.posix_fallocate(files.generations, at, count * GENERATION_BYTES)
+        os.pwrite(files.generations, (1).to_bytes(GENERATION_BYTES, "little") * count, at)
+    except OSError as error:
+        raise no_memory(sizes.data, error) from error
+
+
+def allocate_books(files: PoolFiles, sizes: FileSizes, size_bytes: int) -> None:
+    """Memory for the maps of a pool of so many bytes; raises OSError."""
+    at, count = backing_cells(sizes.data)
+    os.posix_fallocate(files.generations, at, count * GENERATION_BYTES)
+    os.posix_fallocate(files.generations, 0, backing_cells(size_bytes)[0])
+    os.posix_fallocate(files.headers, 0, layout.map_bytes(size_bytes >> sizes.shift))
+
+
 def create_shared(
-    directory_fd: int, data_directory_fd: int, number: int, sizes: FileSizes
+    directory_fd: int, data_directory_fd: int, number: int, sizes: FileSizes, size_bytes: int
 ) -> PoolFiles:
-    """Fresh zeroed files, 0600; raises TierError and leaves none behind if memory is short."""
+    """Fresh zeroed files, 0600, that have memory for so much of the pool.
+
+    Raises TierError and leaves none behind if memory is short.
+    """
     fds: list[int] = []
     try:
         for kind in KINDS:
             where = data_directory_fd if kind == "data" else directory_fd
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             fds.append(os.open(f"pool-{number}.{kind}", flags, 0o600, dir_fd=where))
-        _allocate(fds, sizes)
-        return _with_readers(directory_fd, data_directory_fd, number, fds)
+        made = _with_readers(directory_fd, data_directory_fd, number, fds)
+        _allocate(made, sizes, size_bytes)
+        return made
     except BaseException as error:
         _close_all(fds)
         unlink_pool(directory_fd, number)
         unlink_pool(data_directory_fd, number)
         if isinstance(error, OSError):
-            raise TierError(_no_memory(sizes, error)) from error
+            raise no_memory(size_bytes, error) from error
         raise
 
 
-def create_anonymous(number: int, sizes: FileSizes, huge: bool) -> PoolFiles:
+def create_anonymous(number: int, sizes: FileSizes, size_bytes: int, huge: bool) -> PoolFiles:
     """Fresh memory that no path names; `seal` makes it safe to share."""
     fds: list[int] = []
     try:
@@ -200,13 +240,14 @@ def create_anonymous(number: int, sizes: FileSizes, huge: bool) -> PoolFiles:
                 flags |= pages.MFD_HUGETLB
             fds.append(os.memfd_create(f"kvstore-pool-{number}.{kind}", flags))
             os.fchmod(fds[-1], 0o600)
-        _allocate(fds, sizes)
         for fd in fds[:2]:
             fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-        return PoolFiles(*fds)
+        made = PoolFiles(*fds)
+        _allocate(made, sizes, size_bytes)
+        return made
     except OSError as error:
         _close_all(fds)
-        raise TierError(_no_memory(sizes, error)) from error
+        raise no_memory(size_bytes, error) from error
 
 
 def seal(fd: int) -> None:
@@ -264,17 +305,23 @@ def _with_readers(
     return PoolFiles(*fds)
 
 
-def _allocate(fds: list[int], sizes: FileSizes) -> None:
-    for fd, kind in zip(fds, KINDS, strict=True):
+def _allocate(made: PoolFiles, sizes: FileSizes, size_bytes: int) -> None:
+    for fd, kind in zip(made, KINDS, strict=False):
         os.ftruncate(fd, getattr(sizes, kind))
-        os.posix_fallocate(fd, 0, sizes.header_base if kind == "headers" else getattr(sizes, kind))
+    os.posix_fallocate(made.data, 0, sizes.backed(size_bytes))
+    allocate_books(made, sizes, size_bytes)
 
 
-def _no_memory(sizes: FileSizes, error: OSError) -> str:
-    return (
-        f"a host pool of {sizes.data} bytes cannot be allocated ({error.strerror}); "
+def no_memory(size_bytes: int, error: OSError) -> TierError:
+    return TierError(
+        f"a host pool of {size_bytes} bytes cannot be allocated ({error.strerror}); "
         "lower tiers.host.size or free memory"
     )
+
+
+def is_possible(sizes: FileSizes) -> bool:
+    """Whether a pool can have such files, read from one."""
+    return 12 <= sizes.shift <= 40 and 0 < sizes.data >> sizes.shift <= GRANULE_COUNT_MAX
 
 
 def _close_all(fds: list[int]) -> None:

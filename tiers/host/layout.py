@@ -1,10 +1,11 @@
 """Layout of a pool's headers file: superblock, generation reservations, chunk map, headers.
 
-    page 0            superblock at 0, two generation cells at 2048
-    page 1 ...        chunk map, one entry a granule
-    header_base ...   headers; those of a chunk at byte c of the pool begin at header_base + c
+    page 0            superblock at 0, again at 1024, two generation cells at 2048
+    page 1 ...        chunk map, one entry a granule, room for as many as there may ever be
+    HEADERS_AT ...    headers; those of a chunk at byte c of the pool begin at HEADERS_AT + c
 
-The file is sparse: header pages exist only under chunks that have a class.
+The file is sparse: pages of the map exist for memory that the pool has or had, header pages only
+under chunks that have a class. A longer pool has the same layout, so a pool's files may grow.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvstore.tiers.chunks import Chunk
+from kvstore.tiers.chunks import GRANULE_COUNT_MAX, Chunk
 
 PAGE_BYTES = 4096
 POOL_ID_BYTES = 16
-MAGIC = b"KVPOOL\x00\x01"
+MAGIC = b"KVPOOL\x00\x02"
 _SUPERBLOCK = struct.Struct("<8sIIQ16s36s32s")
 _CHECK = struct.Struct("<Q")
 _CELL = struct.Struct("<QQ")
 _CELLS_AT = (2048, 2048 + 64)
+_COPY_AT = 1024
 
 MAP_AT = PAGE_BYTES
 MAP_ENTRY = np.dtype(
@@ -33,10 +35,11 @@ MAP_ENTRY = np.dtype(
 _ENTRY = struct.Struct("<IIQQQ")
 _ENTRY_STATE = struct.Struct("<I")
 _ENTRY_VALID = 0x4B4E4843
+HEADERS_AT = MAP_AT + GRANULE_COUNT_MAX * MAP_ENTRY.itemsize
 
 
 class Superblock(NamedTuple):
-    """What must be true of a pool's files to be taken back: all of it, compared as a whole."""
+    """What a pool's files are of. Boot and name must be as they were for them to be taken back."""
 
     granule_shift: int
     size_bytes: int
@@ -48,9 +51,9 @@ def name_digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def header_base(granule_count: int) -> int:
-    """Where headers begin, after the chunk map."""
-    return MAP_AT + -(-granule_count * MAP_ENTRY.itemsize // PAGE_BYTES) * PAGE_BYTES
+def map_bytes(granule_count: int) -> int:
+    """Bytes from the beginning of the file to the end of this many entries of the chunk map."""
+    return MAP_AT + granule_count * MAP_ENTRY.itemsize
 
 
 def pack_superblock(superblock: Superblock, pool_id: bytes) -> bytes:
@@ -70,6 +73,20 @@ def parse_superblock(raw: bytes | memoryview) -> tuple[Superblock, bytes] | None
         return None
     _, shift, _, size_bytes, pool_id, boot_id, digest = _SUPERBLOCK.unpack(body)
     return Superblock(shift, size_bytes, boot_id.decode("ascii", "replace"), digest), pool_id
+
+
+def write_superblock(raw: memoryview, superblock: Superblock, pool_id: bytes) -> None:
+    """The copy, then the first one: a crash tears at most one of them."""
+    packed = pack_superblock(superblock, pool_id)
+    for at in (_COPY_AT, 0):
+        raw[at + 8 : at + len(packed)] = packed[8:]
+        raw[at : at + 8] = packed[:8]
+
+
+def read_superblock(raw: bytes | memoryview) -> tuple[Superblock, bytes] | None:
+    """The sound one of the two, the larger pool's if both are; None if neither is."""
+    sound = [parse_superblock(raw[at : _COPY_AT + at]) for at in (0, _COPY_AT)]
+    return max(filter(None, sound), key=lambda found: found[0].size_bytes, default=None)
 
 
 def read_generation_reservation(raw: memoryview) -> int:
@@ -109,8 +126,7 @@ def read_chunks(
     raw: memoryview, granule_count: int
 ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
     """(granule, order, slot bytes, header bytes) of each valid entry, and the damaged granules."""
-    end = MAP_AT + granule_count * MAP_ENTRY.itemsize
-    entries = np.frombuffer(raw[MAP_AT:end], MAP_ENTRY)
+    entries = np.frombuffer(raw[MAP_AT : map_bytes(granule_count)], MAP_ENTRY)
     valid, damaged = [], []
     for granule in np.flatnonzero(entries["state"]).tolist():
         state, order, slot, header, check = entries[granule].item()

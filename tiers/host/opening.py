@@ -21,18 +21,35 @@ HugePages = Literal["off", "advise", "hugetlb"]
 
 
 class PoolConfig(NamedTuple):
-    """A pool to be: `""` is shared, another name is the isolated tenant it belongs to."""
+    """A pool to be: `""` is shared, another name is the isolated tenant it belongs to.
+
+    It may grow to `max_bytes`; 0 is its size.
+    """
 
     name: str
     size_bytes: int
+    max_bytes: int = 0
+
+
+class Wanted(NamedTuple):
+    """A pool to open: its name, its size and the lengths of its files."""
+
+    name: str
+    size_bytes: int
+    sizes: FileSizes
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.sizes.memory_of(self.size_bytes)
 
 
 class OpenPools:
     """The pools of a tier by number, and the directories their files lie in.
 
-    A pool keeps its number and its memory as long as its name, its size and the machine's boot
-    stay the same. Otherwise its files are removed before fresh, zeroed ones are made, so that no
-    name ever inherits bytes from another.
+    A pool keeps its number and its memory as long as its name and the machine's boot stay the
+    same; files that are too short for it are made longer, longer ones stay as they are. Otherwise
+    its files are removed before fresh, zeroed ones are made, so that no name ever inherits bytes
+    from another.
     """
 
     def __init__(
@@ -50,7 +67,7 @@ class OpenPools:
         self._directory_fd = self._data_directory_fd = -1
         self._huge = hugepages == "hugetlb"
         page = files.check_huge_pages(0) if self._huge else 1
-        sized = [(c.name, file_sizes(c.size_bytes // page * page)) for c in configs]
+        sized = [_wanted(config, page) for config in configs]
         try:
             if kind == "sealed":
                 self._create_sealed(sized)
@@ -72,15 +89,15 @@ class OpenPools:
         self.pools.clear()
         self._close_directories()
 
-    def _create_sealed(self, sized: list[tuple[str, FileSizes]]) -> None:
-        self._check_memory([sizes for _, sizes in sized])
-        for number, (name, sizes) in enumerate(sized):
-            made = files.create_anonymous(number, sizes, self._huge)
-            pool = self._map(number, name, made, sizes)
+    def _create_sealed(self, sized: list[Wanted]) -> None:
+        self._check_memory(sized)
+        for number, wanted in enumerate(sized):
+            made = files.create_anonymous(number, wanted.sizes, wanted.size_bytes, self._huge)
+            pool = self._map(number, wanted.name, made, wanted.sizes)
             # Ours are mapped writable by now; nobody gets another writable mapping.
             files.seal(made.data)
             files.seal(made.generations)
-            pool.format(_superblock(pool), random_token(layout.POOL_ID_BYTES))
+            _format(pool, wanted.size_bytes)
 
     def _open_directories(self) -> None:
         assert self._path is not None, "checked before"
@@ -91,34 +108,32 @@ class OpenPools:
                 self._huge_path, (pages.HUGETLBFS_MAGIC,), "tiers.host.hugetlb_directory"
             )
 
-    def _open_shared(self, sized: list[tuple[str, FileSizes]]) -> None:
+    def _open_shared(self, sized: list[Wanted]) -> None:
         numbered = self._numbers(sized)
         missing = []
-        for number, (name, sizes) in numbered.items():
-            if not self._take_back(number, name, sizes):
+        for number, wanted in numbered.items():
+            if not self._take_back(number, wanted):
                 self._unlink(number)
                 missing.append(number)
-        sizes_missing = [numbered[number][1] for number in missing]
+        lacking = [numbered[number] for number in missing]
         if missing:
-            assert self._path is not None, "checked before"
-            outside = sum(sizes.allocated - self._huge * sizes.data for sizes in sizes_missing)
-            files.check_room(self._directory_fd, self._path, outside)
-            self._check_memory(sizes_missing)
+            self._check_room(sum(w.memory_bytes - self._huge * w.size_bytes for w in lacking))
+            self._check_memory(lacking)
         for number in missing:
-            name, sizes = numbered[number]
-            made = files.create_shared(self._directory_fd, self._data_directory_fd, number, sizes)
-            pool = self._map(number, name, made, sizes)
-            pool.format(_superblock(pool), random_token(layout.POOL_ID_BYTES))
+            name, size_bytes, sizes = numbered[number]
+            made = files.create_shared(
+                self._directory_fd, self._data_directory_fd, number, sizes, size_bytes
+            )
+            _format(self._map(number, name, made, sizes), size_bytes)
 
-    def _numbers(self, sized: list[tuple[str, FileSizes]]) -> dict[int, tuple[str, FileSizes]]:
+    def _numbers(self, sized: list[Wanted]) -> dict[int, Wanted]:
         """Pools by number: the one their files have, else the lowest free; other files go."""
-        left = {name_digest(name): (name, sizes) for name, sizes in sized}
-        numbered: dict[int, tuple[str, FileSizes]] = {}
+        left = {name_digest(wanted.name): wanted for wanted in sized}
+        numbered: dict[int, Wanted] = {}
         known = set(files.find_pool_numbers(self._directory_fd))
         known |= set(files.find_pool_numbers(self._data_directory_fd))
         for number in sorted(known):
-            start = files.read_start(self._directory_fd, number, layout.PAGE_BYTES)
-            found = layout.parse_superblock(start)
+            found = self._superblock(number)
             if found is not None and found[0].name_digest in left:
                 numbered[number] = left.pop(found[0].name_digest)
             else:
@@ -131,15 +146,34 @@ class OpenPools:
             numbered[min(set(range(len(sized))) - set(numbered))] = entry
         return dict(sorted(numbered.items()))
 
-    def _take_back(self, number: int, name: str, sizes: FileSizes) -> bool:
-        """Whether the files of an earlier life could be taken over."""
-        found = files.open_existing(self._directory_fd, self._data_directory_fd, number, sizes)
-        if found is None:
-            if number in files.find_pool_numbers(self._directory_fd):
-                self._dropped(number, "its size changed or a file of it is missing")
+    def _superblock(self, number: int) -> tuple[Superblock, bytes] | None:
+        start = files.read_start(self._directory_fd, number, layout.PAGE_BYTES)
+        return layout.read_superblock(start)
+
+    def _take_back(self, number: int, wanted: Wanted) -> bool:
+        """Whether the files of an earlier life could be taken over.
+
+        Raises TierError where memory lacks for a larger size than it had; the files stay.
+        """
+        found = self._superblock(number)
+        if found is None:  # no files, or those of a pool that stood elsewhere
             return False
-        pool = self._map(number, name, found, sizes)
-        problem = pool.load(_superblock(pool))
+        shift, length = found[0].granule_shift, found[0].size_bytes
+        longer = FileSizes(max(length, wanted.sizes.data >> shift << shift), shift)
+        sizes, size_bytes = FileSizes(length, shift), longer.rounded(wanted.size_bytes)
+        made = files.open_existing(self._directory_fd, self._data_directory_fd, number, sizes)
+        fits = files.is_possible(longer) and size_bytes
+        if made is None or not fits or (self._huge and longer != wanted.sizes):
+            if made is not None:
+                made.close()
+            self._dropped(number, "its size changed or a file of it is missing")
+            return False
+        if longer != sizes:
+            files.lengthen(made, longer)
+        pool = self._map(number, wanted.name, made, longer)
+        if longer != sizes:
+            pool.lengthened(_superblock(pool), found[1])
+        problem = self._load(pool, size_bytes)
         if problem:
             del self.pools[number]
             pool.close()
@@ -151,6 +185,22 @@ class OpenPools:
             )
         return not problem
 
+    def _load(self, pool: HostPool, size_bytes: int) -> str:
+        try:
+            problem = pool.load(size_bytes, _superblock(pool))
+            if not problem:
+                lacking = pool.backing.missing_bytes(size_bytes)
+                self._check_room(lacking)
+                files.check_memory(lacking)
+                pool.back()
+            return problem
+        except OSError as error:
+            raise files.no_memory(size_bytes, error) from error
+
+    def _check_room(self, byte_count: int) -> None:
+        assert self._path is not None, "checked before"
+        files.check_room(self._directory_fd, self._path, byte_count)
+
     def _dropped(self, number: int, problem: str) -> None:
         self.notes.append(
             f"host pool {number} in {self._path} starts empty: {problem}; its blocks were dropped"
@@ -160,11 +210,11 @@ class OpenPools:
         pool = self.pools[number] = HostPool(number, name, made, sizes)
         return pool
 
-    def _check_memory(self, sizes: list[FileSizes]) -> None:
-        data = sum(s.data for s in sizes)
+    def _check_memory(self, lacking: list[Wanted]) -> None:
+        data = sum(wanted.size_bytes for wanted in lacking)
         if self._huge:
             files.check_huge_pages(data)
-        files.check_memory(sum(s.allocated for s in sizes) - self._huge * data)
+        files.check_memory(sum(wanted.memory_bytes for wanted in lacking) - self._huge * data)
 
     def _advise_huge_pages(self) -> None:
         mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -194,8 +244,17 @@ class OpenPools:
         self._directory_fd = self._data_directory_fd = -1
 
 
+def _wanted(config: PoolConfig, page: int) -> Wanted:
+    sizes = file_sizes(config.size_bytes // page * page, config.max_bytes // page * page)
+    return Wanted(config.name, sizes.rounded(config.size_bytes // page * page), sizes)
+
+
+def _format(pool: HostPool, size_bytes: int) -> None:
+    pool.format(size_bytes, _superblock(pool), random_token(layout.POOL_ID_BYTES))
+
+
 def _superblock(pool: HostPool) -> Superblock:
-    return Superblock(pool.slab.shift, pool.sizes.data, files.boot_id(), name_digest(pool.name))
+    return Superblock(pool.sizes.shift, pool.sizes.data, files.boot_id(), name_digest(pool.name))
 
 
 def _check_config(
@@ -213,6 +272,11 @@ def _check_config(
             raise ConfigError(
                 f"host pool {config.name!r} has {config.size_bytes} bytes; "
                 f"give it at least {POOL_BYTES_MIN}"
+            )
+        if hugepages == "hugetlb" and config.max_bytes > config.size_bytes:
+            raise ConfigError(
+                'tiers.host.hugepages is "hugetlb", whose pages are set aside for a whole pool at '
+                "once; remove tiers.host.size_max"
             )
     if kind not in ("shm", "sealed"):
         raise ConfigError(f'tiers.host.pool is {kind!r}; set "shm" or "sealed"')

@@ -21,6 +21,7 @@ _FALLOC_FL_PUNCH_HOLE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
@@ -44,6 +45,11 @@ def populate(address: int, length: int) -> None:
 def lock(address: int, length: int) -> None:
     """Keeps pages from being swapped out."""
     _check(_libc.mlock(address, length))
+
+
+def unlock(address: int, length: int) -> None:
+    """Lets pages be swapped out again."""
+    _check(_libc.munlock(address, length))
 
 
 def punch(fd: int, offset: int, length: int) -> None:

@@ -9,26 +9,27 @@ from os import posix_fallocate
 
 import numpy as np
 
-from kvstore.core.block import SLOT_SHIFT, make_place
+from kvstore.core.block import SLOT_SHIFT, backing_cells, make_place
 from kvstore.core.errors import CorruptBlock
 from kvstore.tiers import record
 from kvstore.tiers.base import BlockHeader, SharedPool, StoredBlock, TierUsage
-from kvstore.tiers.chunks import Chunk, granule_shift
-from kvstore.tiers.host import layout, pages
-from kvstore.tiers.host.files import FileSizes, PoolFiles, generation_bytes
-from kvstore.tiers.host.layout import PAGE_BYTES, Superblock
+from kvstore.tiers.chunks import GRANULE_COUNT_MAX, Chunk, granule_shift
+from kvstore.tiers.host import files, layout, pages
+from kvstore.tiers.host.backing import Backing
+from kvstore.tiers.host.files import FileSizes, PoolFiles
+from kvstore.tiers.host.layout import HEADERS_AT, PAGE_BYTES, Superblock
+from kvstore.tiers.host.sizing import Sizing
 from kvstore.tiers.record import SlotRecord
-from kvstore.tiers.slab import Slab, SlotState
+from kvstore.tiers.slab import SlotState
+from kvstore.tiers.slab_size import GrowingSlab
 
-PUNCHES_A_CALL, GRANULES_A_CALL = 16, 256
 
-
-def file_sizes(size_bytes: int) -> FileSizes:
-    """Sizes of a pool's files; the pool itself is rounded down to whole granules."""
-    shift = granule_shift(size_bytes)
-    data = size_bytes >> shift << shift
-    base = layout.header_base(data >> shift)
-    return FileSizes(data, generation_bytes(data), base + data, base)
+def file_sizes(size_bytes: int, max_bytes: int = 0) -> FileSizes:
+    """Lengths of the files of a pool that begins with this size and may have that one."""
+    shift, most = granule_shift(size_bytes), max(size_bytes, max_bytes)
+    while most >> shift > GRANULE_COUNT_MAX:
+        shift += 1
+    return FileSizes(most >> shift << shift, shift)
 
 
 class HostPool:
@@ -36,38 +37,49 @@ class HostPool:
 
     A block is published by its header, then by its generation; it is un-published in the
     opposite order. x86 keeps stores in order, and so does a killed process's memory.
+
+    The files are as long as the pool may ever be. The slab has granules up to the largest size so
+    far, the ceiling is the size there is now, and what lies beyond the slab was never touched.
     """
 
-    def __init__(self, number: int, name: str, files: PoolFiles, sizes: FileSizes) -> None:
+    slab: GrowingSlab
+
+    def __init__(self, number: int, name: str, made: PoolFiles, sizes: FileSizes) -> None:
         self.number, self.name = number, name
         self.fresh = False
         self.torn_header_count = 0
         self.dropped_chunk_count = 0
-        self.files, self.sizes = files, sizes
-        self._data_map = mmap.mmap(files.data, sizes.data)
-        self._generation_map = mmap.mmap(files.generations, sizes.generations)
-        self._header_map = mmap.mmap(files.headers, sizes.headers)
+        self.files, self.sizes = made, sizes
+        self._data_map = mmap.mmap(made.data, sizes.data)
+        self._generation_map = mmap.mmap(made.generations, sizes.generations)
+        self._header_map = mmap.mmap(made.headers, sizes.headers)
         self.data = np.frombuffer(self._data_map, np.uint8)
-        self.generations = memoryview(self._generation_map).cast("Q")
+        at, count = backing_cells(sizes.data)
+        self.generations = memoryview(self._generation_map)[:at].cast("Q")
         self.generation_map = np.frombuffer(self.generations, np.uint64)
+        cells = np.frombuffer(self._generation_map, np.uint64, count, at)
+        self.backing = Backing(made.data, sizes, cells)
+        self.sizing = Sizing(made, sizes, self.backing, self.data.ctypes.data)
         self._headers = memoryview(self._header_map)
         self._seed = 0
-        self._given_back, self._can_give_back = 0, True
-        self._written = bytearray(sizes.data >> granule_shift(sizes.data))
-        self.slab = Slab(sizes.data, self._assign_chunk, self._release_chunk)
 
-    def format(self, superblock: Superblock, pool_id: bytes) -> None:
+    def format(self, size_bytes: int, superblock: Superblock, pool_id: bytes) -> None:
         """Makes zeroed files a pool; a crash before the last line leaves none."""
         self.fresh = True
+        self._begin(size_bytes, b"\x00")
         self._seed = int.from_bytes(pool_id[:8], "little")
-        raw = layout.pack_superblock(superblock, pool_id)
-        self._headers[8 : len(raw)] = raw[8:]
-        self._headers[:8] = raw[:8]
+        layout.write_superblock(self._headers, superblock, pool_id)
 
-    def load(self, superblock: Superblock) -> str:
-        """Takes an earlier life's chunks back, all slots RESTING; else says why not."""
-        self._written = bytearray(b"\x01") * len(self._written)
-        found = layout.parse_superblock(self._headers[:PAGE_BYTES])
+    def lengthened(self, superblock: Superblock, pool_id: bytes) -> None:
+        """Its files are longer than they were: from now on they are a longer pool."""
+        layout.write_superblock(self._headers, superblock, pool_id)
+
+    def load(self, size_bytes: int, superblock: Superblock) -> str:
+        """Takes an earlier life's chunks back, all slots RESTING; else says why not.
+
+        The slab reaches as far as these, though the size may be less. Raises OSError.
+        """
+        found = layout.read_superblock(self._headers[:PAGE_BYTES])
         if found is None:
             return "its superblock is damaged or of another version"
         for field, have, want in zip(Superblock._fields, found[0], superblock, strict=True):
@@ -76,15 +88,48 @@ class HostPool:
         if not self.generation_reservation:
             return "its generation counter is damaged"
         self._seed = int.from_bytes(found[1][:8], "little")
-        valid, damaged = layout.read_chunks(self._headers, self.sizes.data >> self.slab.shift)
+        shift, count = self.sizes.shift, self.sizes.data >> self.sizes.shift
+        # Read, not looked at through the map: that would give all of the holes memory.
+        raw = memoryview(os.pread(self.files.headers, layout.map_bytes(count), 0))
+        valid, damaged = layout.read_chunks(raw, count)
+        ends = [granule + (1 << min(order, 30)) for granule, order, _, _ in valid]
+        self._begin(max(size_bytes, min(max(ends, default=0), count) << shift), b"\x01")
         for granule, order, slot_bytes, header_bytes in valid:
-            offset = granule << self.slab.shift
-            if not self.slab.restore_chunk(offset, order, slot_bytes, header_bytes):
+            if not self.slab.restore_chunk(granule << shift, order, slot_bytes, header_bytes):
                 damaged.append(granule)
         for granule in damaged:
             layout.erase_chunk(self._headers, granule)
         self.dropped_chunk_count = len(damaged)
+        self.slab.ceiling_bytes = size_bytes
+        self._forget_beyond()
+        layout.write_superblock(self._headers, *found)  # one of the two may be damaged
         return ""
+
+    def _begin(self, byte_count: int, written: bytes) -> None:
+        """So much of the files is the slab's; `written` says whether headers may be there."""
+        shift = self.sizes.shift
+        self._written = bytearray(written) * (byte_count >> shift)
+        self.slab = GrowingSlab(byte_count, self._assign_chunk, self._release_chunk, shift)
+        self.sizing.slab = self.slab
+        self.backing.use(byte_count)
+
+    def _forget_beyond(self) -> None:
+        """Nothing is left beyond the slab of a life that had more."""
+        self.backing.give_back_beyond()
+        start, end = backing_cells(self.slab.capacity_bytes)[0], backing_cells(self.sizes.data)[0]
+        first, last = min(-(-start // PAGE_BYTES) * PAGE_BYTES, end), end // PAGE_BYTES * PAGE_BYTES
+        self.generation_map[start // 8 : first // 8] = 0
+        self.generation_map[max(first, last) // 8 :] = 0
+        if first < last:
+            pages.punch(self.files.generations, first, last - first)
+
+    def back(self) -> None:
+        """Has memory for its ceiling, all of it, at a start; raises OSError."""
+        files.allocate_books(self.files, self.sizes, self.slab.capacity_bytes)
+        for cell in self.backing.missing(self.slab.ceiling_bytes):
+            self.backing.back(cell)
+            self.backing.backed([cell])
+        self.backing.use(self.slab.capacity_bytes)
 
     @property
     def generation_reservation(self) -> int:
@@ -100,7 +145,7 @@ class HostPool:
         chunk, index, slots = self.slab.publish(offset)
         assert len(packed) <= slots.header_bytes, "the symbol is larger than was reserved for"
         assert header.length <= slots.slot_bytes, "the payload outgrew its slot"
-        at = self.sizes.header_base + chunk + index * slots.header_bytes
+        at = HEADERS_AT + chunk + index * slots.header_bytes
         record.store(self._headers, at, packed)
         self.generations[offset >> SLOT_SHIFT] = generation
 
@@ -108,7 +153,7 @@ class HostPool:
         """STAGING or PUBLISHED -> RESTING."""
         self.generations[offset >> SLOT_SHIFT] = 0
         chunk, index, slots = self.slab.rest(offset)
-        at = self.sizes.header_base + chunk + index * slots.header_bytes
+        at = HEADERS_AT + chunk + index * slots.header_bytes
         record.erase(self._headers, at, slots.header_bytes)
 
     def record(self, offset: int) -> SlotRecord:
@@ -163,7 +208,7 @@ class HostPool:
             resting += (chunk.offset + indexes * chunk.slot_bytes).tolist()
             published = np.flatnonzero(states == SlotState.PUBLISHED)
             kept.append((chunk.offset + published * chunk.slot_bytes) >> SLOT_SHIFT)
-        generations = self.generation_map
+        generations = self._shown()
         stale = np.setdiff1d(np.flatnonzero(generations), np.concatenate(kept))
         generations[stale] = 0
         return resting
@@ -177,34 +222,6 @@ class HostPool:
             capacity, slab.used_bytes, capacity - held, slab.resting_bytes, slab.published_count
         )
 
-    def set_ceiling(self, byte_count: int) -> None:
-        """How much of its memory the pool may use from now on; at most what it was made with."""
-        self.slab.ceiling_bytes = min(byte_count, self.slab.capacity_bytes)
-
-    def give_back(self) -> None:
-        """Returns some memory of free slots to the system, while more is there than the ceiling.
-
-        A few ranges a call: each takes as long as the kernel needs for its pages.
-        """
-        slab = self.slab
-        if slab.ceiling_bytes >= slab.capacity_bytes or not self._can_give_back:
-            return
-        if os.fstat(self.files.data).st_blocks * 512 <= slab.ceiling_bytes:
-            return
-        granules, left = slab.capacity_bytes >> slab.shift, PUNCHES_A_CALL
-        for _ in range(GRANULES_A_CALL):
-            ranges, after = slab.free_ranges(self._given_back)
-            self._given_back = after if after < granules else 0
-            for offset, length in ranges:
-                try:
-                    pages.punch(self.files.data, offset, length)
-                except OSError:
-                    self._can_give_back = False  # sealed memory, or huge pages
-                    return
-            left -= len(ranges)
-            if left <= 0:
-                return
-
     def shared(self) -> SharedPool:
         return SharedPool(
             self.number, self.name, self.files.data_read, self.files.generations_read,
@@ -214,7 +231,7 @@ class HostPool:
     def check_integrity(self) -> None:
         """Asserts that allocator, headers and generation map name the same blocks."""
         self.slab.check_integrity()
-        generations = self.generation_map
+        generations = self._shown()
         for chunk in self.slab.chunks():
             published = self.slab.states(chunk) == SlotState.PUBLISHED
             valid = self._state_words(chunk) == record.VALID_WORD
@@ -225,8 +242,14 @@ class HostPool:
         shown = np.count_nonzero(generations)
         assert shown == self.slab.published_count, "a generation is set outside published slots"
 
+    def _shown(self) -> np.ndarray:
+        """Generations of the slab; beyond it there is no memory to look at."""
+        return self.generation_map[: self.slab.capacity_bytes >> SLOT_SHIFT]
+
     def close(self) -> None:
         """Unmaps, except for what views still show."""
+        self.sizing.close()
+        self.backing.close()
         self.data = np.empty(0, np.uint8)
         del self.generation_map
         self.generations.release()
@@ -241,9 +264,10 @@ class HostPool:
 
     def _assign_chunk(self, chunk: Chunk) -> bool:
         """Gives a chunk its header memory and enters it in the map; False if memory is short."""
-        at = self.sizes.header_base + chunk.offset
+        at = HEADERS_AT + chunk.offset
         length = chunk.slot_count * chunk.header_bytes
         first, count = chunk.offset >> self.slab.shift, chunk.size_bytes >> self.slab.shift
+        self._written += bytes(max(0, first + count - len(self._written)))  # the pool grew
         try:
             if self._written.find(1, first, first + count) >= 0:
                 # A crash may have left headers here that a chunk of this class would believe.
@@ -260,12 +284,12 @@ class HostPool:
         length = chunk.slot_count * chunk.header_bytes
         pages.punch(
             self.files.headers,
-            self.sizes.header_base + chunk.offset,
+            HEADERS_AT + chunk.offset,
             -(-length // PAGE_BYTES) * PAGE_BYTES,
         )
 
     def _header_region(self, chunk: Chunk) -> memoryview:
-        at = self.sizes.header_base + chunk.offset
+        at = HEADERS_AT + chunk.offset
         return self._headers[at : at + chunk.slot_count * chunk.header_bytes]
 
     def _state_words(self, chunk: Chunk) -> np.ndarray:
@@ -276,5 +300,5 @@ class HostPool:
 
     def _header_at(self, offset: int) -> memoryview:
         chunk, index, slots = self.slab.slot_at(offset)
-        at = self.sizes.header_base + chunk + index * slots.header_bytes
+        at = HEADERS_AT + chunk + index * slots.header_bytes
         return self._headers[at : at + slots.header_bytes]

@@ -29,6 +29,15 @@ class Prefaulter:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvstore-prefault", daemon=True)
 
+    @property
+    def populates(self) -> bool:
+        """Whether pages are to be made present, and nothing has kept them from it."""
+        return self._populate
+
+    @property
+    def locks(self) -> bool:
+        return self._lock
+
     def start(self) -> None:
         if self._populate or self._lock:
             self._thread.start()

@@ -37,7 +37,7 @@ class HostTier:
 
     `kind="shm"`: private files in `directory`, on a memory file system; what they hold is taken
     back by the next HostTier on that directory, unless the machine was booted since or the pool's
-    name or size changed. `kind="sealed"`: memory that nobody can map writable, gone with the
+    name changed. `kind="sealed"`: memory that nobody can map writable, gone with the
     process. With huge pages from hugetlbfs, `shm` keeps the data file in `hugetlb_directory`.
     The caller holds the lock on the directory. `notes` says what was dropped or could not be had.
     Tiers of one store share `generations`. Raises ConfigError or TierError.
@@ -70,7 +70,7 @@ class HostTier:
         self._by_name = {pool.name: pool for pool in self._pools.values()}
         self._generations = generations or Generations()
         self._start_generations(first_generation)
-        regions = [(p.data.ctypes.data, len(p.data)) for p in self._pools.values()]
+        regions = [(memory.ctypes.data, len(memory)) for memory in self.memories]
         self._prefaulter = Prefaulter(regions, prefault, lock_memory)
         self._prefaulter.start()
 
@@ -86,16 +86,27 @@ class HostTier:
 
     @property
     def prefaulted_bytes(self) -> int:
-        return self._prefaulter.prefaulted_bytes
+        grown = sum(pool.sizing.prefaulted_bytes for pool in self._pools.values())
+        return self._prefaulter.prefaulted_bytes + grown
 
     @property
     def locked_bytes(self) -> int:
-        return self._prefaulter.locked_bytes
+        grown = sum(pool.sizing.locked_bytes for pool in self._pools.values())
+        return self._prefaulter.locked_bytes + grown
 
     @property
     def memories(self) -> list[np.ndarray]:
-        """All bytes of each pool, for a GPU to read them from."""
-        return [pool.data for pool in self._pools.values()]
+        """All bytes of each pool that have memory, for a GPU to read them from."""
+        return [
+            pool.data[start:stop]
+            for pool in self._pools.values()
+            for start, stop in pool.backing.runs()
+        ]
+
+    def keep_memory(self) -> None:
+        """Nothing is given back from now on: somebody has pinned it."""
+        for pool in self._pools.values():
+            pool.sizing.can_give_back = False
 
     @property
     def torn_header_count(self) -> int:
@@ -115,7 +126,7 @@ class HostTier:
         self, payload_bytes: int, symbol_bytes: int, count: int, pool: str = ""
     ) -> list[int]:
         room = self._pool(pool)
-        offsets = room.slab.reserve(*_class(payload_bytes, symbol_bytes), count)
+        offsets = room.sizing.reserve(*_class(payload_bytes, symbol_bytes), count)
         return [make_place(room.number, offset) for offset in offsets]
 
     def commit(self, blocks: Sequence[tuple[int, BlockHeader, bytes]]) -> list[int]:
@@ -137,20 +148,36 @@ class HostTier:
     def free(self, places: Sequence[int]) -> None:
         pools = self._pools
         for place in places:
-            pools[place >> POOL_SHIFT].slab.free((place & OFFSET_MASK) << SLOT_SHIFT)
+            pool, offset = pools[place >> POOL_SHIFT], (place & OFFSET_MASK) << SLOT_SHIFT
+            pool.slab.free(offset)
+            if pool.backing.has_holes:
+                pool.sizing.freed(offset)
 
     def usage(self, pool: str | None = None) -> TierUsage:
         pools = self._pools.values() if pool is None else [self._pool(pool)]
         return sum((p.usage() for p in pools), NO_USAGE)
 
-    def set_ceiling(self, pool: str, byte_count: int) -> None:
-        """How much of its memory a pool may use from now on; the owner drops what is over."""
-        self._pool(pool).set_ceiling(byte_count)
+    def resize(self, pool: str, byte_count: int) -> None:
+        """Has a pool be of another size, at most what its files were made for.
 
-    def give_back(self) -> None:
-        """Returns some free memory of pools that were made smaller to the system."""
+        A smaller one holds at once; the owner drops what is over. A larger one holds when memory
+        for all of it was had in the background: `is_growing` until then, then `size_problem` says
+        why not.
+        """
+        made = self._prefaulter
+        self._pool(pool).sizing.resize(byte_count, made.populates, made.locks)
+
+    def is_growing(self, pool: str) -> bool:
+        return self._pool(pool).sizing.is_growing
+
+    def size_problem(self, pool: str) -> str:
+        """What kept a pool from the last larger size, in a few words; empty if it has it."""
+        return self._pool(pool).sizing.problem
+
+    def tick(self) -> None:
+        """Takes memory that came into use; returns some that a smaller pool has too much."""
         for pool in self._pools.values():
-            pool.give_back()
+            pool.sizing.tick()
 
     def header(self, place: int) -> BlockHeader:
         return self._record(place).header

@@ -269,7 +269,9 @@ class EngineSide:
             return {}
         session = attachment.session
         return {
-            pool.pool_id: self._gpu.registrar.use(pool.data, True, lambda: bool(session.ended))
+            pool.pool_id: self._gpu.registrar.use(
+                pool.data, True, lambda: bool(session.ended), pool.backing
+            )
             for pool in attachment.pools.values()
         }
 
