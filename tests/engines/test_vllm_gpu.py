@@ -133,9 +133,12 @@ def test_what_the_engine_has_is_not_written_again(desks: Callable[..., GpuDesk])
         assert np.array_equal(desk.read(block), pages[OWN[n]]) == (n >= 2)
 
 
-def test_no_more_is_on_its_way_than_there_is_memory_for(desks: Callable[..., GpuDesk]) -> None:
+def test_no_more_is_on_its_way_than_there_is_memory_for(
+    desks: Callable[..., GpuDesk], caplog: pytest.LogCaptureFixture
+) -> None:
     """Saves beyond save_queue_bytes are left out, and slots that are read are not written."""
     desk = desks("bounded", save_queue_bytes=3 * 768)
+    assert "what is beyond that is not stored" in caplog.text
     taker = desk.side._mover.taker
     assert taker is not None
     go_on = threading.Event()

@@ -80,6 +80,7 @@ class GpuWorkerSide(WorkerSide):
         """Takes vLLM's KV caches; raises SpecError for those that cannot be moved."""
         rank = rank_of(self._config, self._settings, self._caches, kv_caches, on_gpu=True)
         device = next(iter(kv_caches.values())).device
+        logger.warning("kvstore moves KV of %s, which has never been run on a GPU", device)
         self.use_on(rank, partial(TorchGround, device))
 
     def use_on(self, rank: Rank, ground: Callable[[], Ground]) -> None:
@@ -90,8 +91,21 @@ class GpuWorkerSide(WorkerSide):
         except FAILURES as error:
             logger.error("kvstore is not used: %s", error)
             return
+        self._tell_room(rank)
         self._rank = rank
         self._attach()
+
+    def _tell_room(self, rank: Rank) -> None:
+        """Says so if a step can compute more than there is memory for on its way to the store."""
+        tokens = self._config.scheduler_config.max_num_batched_tokens
+        needed = -(-tokens // rank.spec.block_size) * rank.groups.block_bytes
+        room = self._settings.save_queue_bytes
+        if room < needed:
+            logger.warning(
+                "a step of %d tokens makes %d MiB of KV and save_queue_bytes has room for %d: what "
+                "is beyond that is not stored; raise it, or lower max_num_batched_tokens",
+                tokens, needed >> 20, room >> 20,
+            )  # fmt: skip
 
     def _fail(self, error: BaseException) -> None:
         """The GPU does not do as asked: the engine goes on without the store."""
