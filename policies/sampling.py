@@ -59,10 +59,10 @@ def fitting_share(
 class GhostSpace(Space):
     """A space of ghosts: a block is what has one digest in the live one, all its shards together.
 
-    It goes by the id of the live space.
+    It goes by the id of the live space, which is `live`.
     """
 
-    __slots__ = ()
+    __slots__ = ("live",)
 
     def __init__(self, live: Space) -> None:
         grain = grain_blocks(live)
@@ -72,7 +72,13 @@ class GhostSpace(Space):
         )  # fmt: skip
         super().__init__(live.number, spec, live.tenant, live.pool)
         self.id = live.id
+        self.live = live
         self.block_bytes = self.slot_bytes = grain * live.slot_bytes * live.shard_count
+
+
+def live_blocks(space: Space) -> int:
+    """How many blocks of the live store a block of this space stands for, of each shard."""
+    return grain_blocks(space.live) if isinstance(space, GhostSpace) else 1
 
 
 class Shared(NamedTuple):
@@ -116,3 +122,8 @@ class SharedBlocks:
     def byte_count(self, pool: str) -> int:
         """Bytes of those in a pool."""
         return self._bytes.get(pool, 0)
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of those in all pools."""
+        return sum(self._bytes.values())

@@ -2,7 +2,8 @@
 
 What each of them hits, and the seconds that this saves, say what the live store would do under
 another policy, or with more or less room. Like is compared with like: the first shadow has the
-live policy and the live capacities.
+live policy and the live capacities. Copies on GPUs change nothing below them: other sizes of that
+tier are tried on the first shadow's ghost, without one of their own.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from kvstore.policies.accounts import Quota
 from kvstore.policies.base import Model
 from kvstore.policies.ghost import Ghost, Hit
 from kvstore.policies.ghost_disk import DISK, HOST
+from kvstore.policies.ghost_hbm import HBM, Copies, HbmTier
 from kvstore.policies.sampling import DIGEST_BYTES, GhostSpace, SharedBlocks
 from kvstore.policies.uses import UNKNOWN_TOKENS, Hint, Request, Use
 from kvstore.policies.worth import Worth
 
 ROOT = bytes(32)  # digests stand for their root, too
-TIER_NAMES = ("host", "disk")
+TIER_NAMES = ("host", "disk", "hbm")
 # Requests in each half of the window; two halves have to agree before anything is concluded.
 HALF_REQUESTS = 500
 # Requests whose end is still heard of.
@@ -40,7 +42,8 @@ class Variant(NamedTuple):
 class Setup(NamedTuple):
     """The live store: its policy and tiers; and what is tried beside it.
 
-    `prices`, of a second and of a byte written, are there if only what is worth it is written.
+    `prices`, of a second and of a byte written, are there if only what is worth it is written,
+    `copies` if there is a tier hbm.
     """
 
     policy: str
@@ -50,13 +53,15 @@ class Setup(NamedTuple):
     policies: Sequence[str] = ()
     capacities: Sequence[float] = ()
     prices: tuple[float, float] | None = None
+    copies: Copies | None = None
 
     @property
     def variants(self) -> list[Variant]:
-        """The live store's own first."""
+        """The live store's own first; those that the first ghost can tell of last."""
         rivals = [name for name in dict.fromkeys(self.policies) if name != self.policy]
         sizes = [factor for factor in dict.fromkeys(self.capacities) if factor != 1]
-        tiers = TIER_NAMES[: 1 if self.disk_bytes is None else 2]
+        there = (True, self.disk_bytes is not None, self.copies is not None)
+        tiers = [name for name, is_there in zip(TIER_NAMES, there, strict=True) if is_there]
         return [
             Variant(self.policy),
             *[Variant(name) for name in rivals],
@@ -64,14 +69,28 @@ class Setup(NamedTuple):
         ]
 
     @property
+    def ghosts(self) -> list[Variant]:
+        """Variants that take a ghost of their own."""
+        return [variant for variant in self.variants if variant.tier != "hbm"]
+
+    @property
     def all_bytes(self) -> float:
-        """What the tiers of all variants have together."""
+        """What the tiers of all ghosts have together."""
         host, disk = sum(self.host_bytes.values()), self.disk_bytes or 0
         return sum(
             host * (v.capacity if v.tier == "host" else 1)
             + disk * (v.capacity if v.tier == "disk" else 1)
-            for v in self.variants
+            for v in self.ghosts
         )
+
+    def copies_of(self, variant: Variant, share: float) -> list[Copies]:
+        """Tiers hbm that are tried on a variant's ghost: the live size, and on the first others."""
+        if self.copies is None:
+            return []
+        sizes = [1.0]
+        if variant == Variant(self.policy):
+            sizes += [other.capacity for other in self.variants if other.tier == "hbm"]
+        return [self.copies.times(share * size) for size in sizes]
 
 
 class Job(NamedTuple):
@@ -94,18 +113,20 @@ class Shadow:
         self, variant: Variant, setup: Setup, share: float, worth: Worth, models: Iterable[Model]
     ) -> None:
         self.variant = variant
-        factors = [variant.capacity if variant.tier == name else 1.0 for name in TIER_NAMES]
+        factors = [variant.capacity if variant.tier == name else 1.0 for name in TIER_NAMES[:2]]
         self._host_bytes = {
             pool: share * factors[HOST] * size for pool, size in setup.host_bytes.items()
         }
         disk = setup.disk_bytes
         self._disk_bytes = None if disk is None else share * factors[DISK] * disk
+        self._copies, self._share = setup.copies_of(variant, share), share
         self.ghost = Ghost(
             variant.policy,
             {pool: int(size) for pool, size in self._host_bytes.items()},
             None if self._disk_bytes is None else int(self._disk_bytes),
             share * factors[DISK] * setup.daily_bytes,
             models,
+            [HbmTier(copies) for copies in self._copies],
         )
         residency = self.ghost.residency
         residency.context.worth = worth
@@ -113,14 +134,20 @@ class Shadow:
             residency.set_prices(*setup.prices, int(self._disk_bytes))
         self._uses: dict[int, Use] = {}
 
-    def allow(self, pool: str, shared_bytes: float) -> None:
-        """Has room for so many bytes of common beginnings besides its part of the capacities."""
+    def allow(self, pool: str, shared_bytes: float, all_shared_bytes: float) -> None:
+        """Has room for so many bytes of common beginnings besides its part of the capacities.
+
+        `all_shared_bytes` are those of all pools. Of them a tier hbm holds no more than the live
+        one does.
+        """
         self.ghost.host_bytes[pool] = int(self._host_bytes[pool] + shared_bytes)
         if self._disk_bytes is not None:
             self.ghost.disk_bytes = int(self._disk_bytes + shared_bytes)
+        for tier, (room, _, _) in zip(self.ghost.hbm, self._copies, strict=True):
+            tier.allow(min(room + all_shared_bytes, room / self._share))
 
     def serve(self, job: Job) -> Hit:
-        """Looks a request up and stores it; `make_room` comes next."""
+        """Looks a request up and stores it; loads and `make_room` come next."""
         residency, digests = self.ghost.residency, job.request.digests
         use = residency.request(job.request)
         use.follow(job.use)
@@ -138,48 +165,51 @@ class Shadow:
 
 
 class Half:
-    """Half a window: what was asked for, and by shadow what was hit and saved.
+    """Half a window: what was asked for, and by variant what was hit and saved.
 
     `traffic_seconds` are those of the prefills of all requests, followed or not.
     """
 
-    def __init__(self, began: float, shadow_count: int) -> None:
+    def __init__(self, began: float, variant_count: int) -> None:
         self.began = self.ended = began
         self.traffic_seconds = 0.0
         self.tokens = 0
         self.prefill_seconds = 0.0
-        self.hit_tokens = [0] * shadow_count
-        self.saved = [0.0] * shadow_count
+        self.hit_tokens = [0] * variant_count
+        self.hbm_tokens = [0] * variant_count
+        self.saved = [0.0] * variant_count
         self.rows: list[list[float]] = []  # saved seconds of each request
 
-    def add(
-        self, request: Request, prefill: float, hits: Sequence[int], saved: list[float]
-    ) -> None:
+    def add(self, request: Request, prefill: float, served: Served) -> None:
         self.tokens += request.input_tokens
         self.prefill_seconds += prefill
-        for n, (tokens, seconds) in enumerate(zip(hits, saved, strict=True)):
+        for n, (tokens, seconds, near) in enumerate(zip(*served, strict=True)):
             self.hit_tokens[n] += tokens
+            self.hbm_tokens[n] += near
             self.saved[n] += seconds
-        self.rows.append(saved)
+        self.rows.append(served.saved_seconds)
 
 
 class Estimate(NamedTuple):
     """What a variant would do for all requests, by what its ghost does for some of them.
 
-    Ratios are of the window; `saved_seconds` a second are seconds of prefill.
+    Ratios are of the window; `saved_seconds` a second are seconds of prefill. Tokens that are hit
+    are also those with copies on GPUs.
     """
 
     variant: Variant
     token_hit_ratio: float = 0.0
     saved_ratio: float = 0.0
     saved_per_second: float = 0.0
+    hbm_token_hit_ratio: float = 0.0
 
 
 class Served(NamedTuple):
-    """What a request came to: tokens hit and seconds saved, by shadow."""
+    """What a request came to: tokens hit, seconds saved, tokens with copies, by variant."""
 
     hit_tokens: list[int]
     saved_seconds: list[float]
+    hbm_tokens: list[int]
 
 
 class Shadows:
@@ -195,7 +225,8 @@ class Shadows:
         self.share = share
         self.worth = Worth()
         models = tuple(models)
-        self.shadows = [Shadow(v, setup, share, self.worth, models) for v in setup.variants]
+        self.variants = setup.variants
+        self.shadows = [Shadow(v, setup, share, self.worth, models) for v in setup.ghosts]
         self._shared = SharedBlocks()
         self._quotas: dict[tuple[int, str], Quota] = {}
         self.requests = 0
@@ -204,7 +235,7 @@ class Shadows:
     def restart_window(self, now: float) -> None:
         """Forgets what was hit, not what is kept."""
         self.complete: deque[Half] = deque(maxlen=2)
-        self.current = Half(now, len(self.shadows))
+        self.current = Half(now, len(self.variants))
 
     @property
     def is_full(self) -> bool:
@@ -234,33 +265,44 @@ class Shadows:
         """Has all shadows serve a request; a step is short, the request counts after the last."""
         space, seconds = job.space, job.request.seconds
         self._shared.saw(space, job.shared)
-        extra = (1.0 - self.share) * self._shared.byte_count(space.pool)
-        hits: list[int] = []
-        saved: list[float] = []
+        left = 1.0 - self.share
+        extra, all_extra = left * self._shared.byte_count(space.pool), left * self._shared.all_bytes
+        hits: list[Hit] = []
         for shadow in self.shadows:
-            shadow.allow(space.pool, extra)
-            hit = shadow.serve(job)
-            hits.append(hit.blocks * space.block_size)
-            saved.append(self._saved(space, hit))
+            shadow.allow(space.pool, extra, all_extra)
+            hit, near = shadow.serve(job), []
             yield
+            for blocks in shadow.ghost.load(space, seconds):
+                near.append(blocks)
+                yield
+            hits.append(hit._replace(with_copies=tuple(near)))
             yield from shadow.ghost.make_room(space, seconds)
-        self._count(job, hits, saved)
-        return Served(hits, saved)
+        hits += [hits[0]._replace(with_copies=(near,)) for near in hits[0].with_copies[1:]]
+        served = Served(
+            [hit.blocks * space.block_size for hit in hits],
+            [self._saved(space, hit) for hit in hits],
+            [hit.hbm_blocks * space.block_size for hit in hits],
+        )
+        self._count(job, served)
+        return served
 
     def _saved(self, space: Space, hit: Hit) -> float:
-        """Seconds that a hit saves: what is on disk only lies deepest, as it is evicted first."""
-        host = hit.blocks - hit.disk_blocks
-        gain = self.worth.gain
-        return max(0.0, gain(space, 0, host, HOST)) + max(0.0, gain(space, host, hit.blocks, DISK))
+        """Seconds that a hit saves: what is on disk only lies deepest, as it is evicted first.
 
-    def _count(self, job: Job, hits: list[int], saved: list[float]) -> None:
+        What has copies lies first: of blocks that are loaded together the deepest lose theirs.
+        """
+        near, host = hit.hbm_blocks, hit.blocks - hit.disk_blocks
+        parts = ((0, near, HBM), (near, host, HOST), (host, hit.blocks, DISK))
+        return sum(max(0.0, self.worth.gain(space, *part)) for part in parts)
+
+    def _count(self, job: Job, served: Served) -> None:
         request = job.request
         self.requests += 1
         prefill = self.prefill_seconds(job.space, request.input_tokens)
-        self.current.add(request, prefill, hits, saved)
+        self.current.add(request, prefill, served)
         if len(self.current.rows) >= HALF_REQUESTS:
             self.complete.append(self.current)
-            self.current = Half(self.current.ended, len(self.shadows))
+            self.current = Half(self.current.ended, len(self.variants))
 
     def take_quotas(self, quotas: Mapping[tuple[int, str], Quota]) -> None:
         """Tenants have these quotas in the live store, and their part of them here."""
@@ -287,9 +329,9 @@ class Shadows:
     def saved_by_policy(self, half: Half) -> dict[str, list[float]]:
         """Seconds saved at each request of a half, by policy, at the live capacities."""
         return {
-            shadow.variant.policy: [row[n] for row in half.rows]
-            for n, shadow in enumerate(self.shadows)
-            if shadow.variant.capacity == 1
+            variant.policy: [row[n] for row in half.rows]
+            for n, variant in enumerate(self.variants)
+            if variant.capacity == 1
         }
 
     def estimates(self) -> list[Estimate]:
@@ -300,14 +342,15 @@ class Shadows:
         time = halves[-1].ended - halves[0].began
         traffic = sum(half.traffic_seconds for half in halves) / time if time > 0 else 0.0
         found = []
-        for n, shadow in enumerate(self.shadows):
+        for n, variant in enumerate(self.variants):
             ratio = sum(half.saved[n] for half in halves) / prefill
             found.append(
                 Estimate(
-                    shadow.variant,
+                    variant,
                     sum(half.hit_tokens[n] for half in halves) / tokens,
                     ratio,
                     ratio * traffic,
+                    sum(half.hbm_tokens[n] for half in halves) / tokens,
                 )
             )
         return found

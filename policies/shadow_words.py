@@ -32,16 +32,15 @@ def _best(now: Estimate, others: Sequence[Estimate]) -> str:
 
 
 def _spare(now: Estimate, others: Sequence[Estimate]) -> str:
-    """The smallest part of a tier that would do as well."""
-    enough = [
-        one
-        for one in others
-        if one.variant.capacity < 1 and one.saved_ratio >= (1 - WORTH_SAYING) * now.saved_ratio
-    ]
-    if not enough or not now.saved_ratio:
+    """The smallest part of each tier that would do as well, the other tiers as they are."""
+    least: dict[str, Estimate] = {}
+    for one in sorted(others, key=lambda one: one.variant.capacity):
+        as_good = one.saved_ratio >= (1 - WORTH_SAYING) * now.saved_ratio
+        if one.variant.capacity < 1 and as_good:
+            least.setdefault(one.variant.tier, one)
+    if not least or not now.saved_ratio:
         return ""
-    least = min(enough, key=lambda one: one.variant.capacity)
-    return f"{_name(least, now)} would do as well"
+    return f"{' or '.join(_name(one, now) for one in least.values())} would do as well"
 
 
 def _name(one: Estimate, now: Estimate) -> str:

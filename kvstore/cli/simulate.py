@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from kvstore.cli.output import json_option, print_json, print_table
-from kvstore.core.sizes import parse_size
+from kvstore.core.sizes import format_bytes, parse_size
 
 TIERS = ("host", "disk")  # those whose sizes are compared
 HBM = "hbm"  # of one size: copies of host blocks, on all GPUs together
+PERCENT_MAX = 1e9  # of a trace's blocks
 LINKS = {"host>hbm": "host", "disk>host": "disk", "hbm>hbm": "hbm"}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TIME = re.compile(r"([0-9.]+)\s*(us|ms|s)")
@@ -148,21 +149,48 @@ def command(
         write_report(report, document)
     if as_json:
         print_json(document)
-    else:
-        _print(document)
+        return
+    _print(document)
+    for note in notes_of(sizes, bench):
+        click.echo(note)
 
 
-def policies_of(text: str) -> list[str]:
-    """Policies by name, checked; `all` are those that a daemon can run."""
+def notes_of(sizes: list[tuple[int, ...]], bench: Any) -> list[str]:
+    """Sentences on sizes that change nothing, each with the one that is enough."""
+    unique, hbm = bench.workload.unique_blocks, bench.setup.hbm_blocks
+    notes = []
+    if max(hbm, *(max(one) for one in sizes)) > unique:
+        whole = format_bytes(unique * bench.trace.block_size * bench.setup.costs.bytes_per_token)
+        notes.append(f"All blocks of the trace take {whole}: a tier of more adds nothing.")
+    if any(one[1:] and one[1] <= one[0] for one in sizes):
+        notes.append("A disk that is no larger than host adds next to nothing; make it larger.")
+    if hbm > min(one[0] for one in sizes):
+        notes.append("A tier hbm has copies of host blocks: more of it than of host adds nothing.")
+    return notes
+
+
+def policies_of(text: str, offline: bool = True) -> list[str]:
+    """Policies by name, checked; `all` are those that a daemon can run.
+
+    Without `offline` those that know the trace's future are refused.
+    """
     from kvstore.policies import residency  # noqa: F401  (registers the policies)
     from kvstore.policies.base import policy_names
 
-    names = policy_names() if text == "all" else [name.strip() for name in text.split(",")]
-    known = policy_names(offline=True)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return policy_names()
+    known = policy_names(offline)
+    if not names:
+        raise click.BadParameter(
+            f"{text!r} names none; choose of {', '.join(known)}, or all", param_hint="--policy"
+        )
     for name in names:
         if name not in known:
+            is_oracle = name in policy_names(offline=True)
+            problem = "needs to know the future" if is_oracle else "is unknown"
             raise click.BadParameter(
-                f"{name!r} is unknown; choose one of {', '.join(known)}, or all",
+                f"{name!r} {problem}; choose one of {', '.join(known)}, or all",
                 param_hint="--policy",
             )
     return list(dict.fromkeys(names))
@@ -259,13 +287,13 @@ def _prefill(text: str) -> list[float]:
     return values
 
 
-def with_hbm(tiers: tuple[str, ...], bench: Any) -> tuple[str, ...]:
+def with_hbm(tiers: tuple[str, ...], bench: Any, option: str = "--tier") -> tuple[str, ...]:
     """Tells the bench of a tier hbm, if one is given; answers with the others."""
     given = [text for text in tiers if text.partition("=")[0] == HBM]
     if len(given) > 1 or any("," in text for text in given):
-        raise click.BadParameter("hbm has one size; write hbm=SIZE once", param_hint="--tier")
+        raise click.BadParameter("hbm has one size; write it once", param_hint=option)
     for text in given:
-        blocks = _blocks(HBM, text.partition("=")[2], bench)
+        blocks = _blocks(HBM, text.partition("=")[2], bench, option)
         bench.setup = bench.setup._replace(hbm_blocks=blocks)
     return tuple(text for text in tiers if text not in given)
 
@@ -277,22 +305,24 @@ def sizes_of(tiers: tuple[str, ...], bench: Any) -> list[tuple[int, ...]]:
         name, _, sizes = text.partition("=")
         if name not in TIERS or name in given or not sizes:
             raise click.BadParameter(
-                f"{text!r}; write each of {', '.join(TIERS)} once, such as host=5%,64GiB",
+                f"{text!r}; write each of {', '.join(TIERS)} and {HBM} once, such as host=5%,64GiB",
                 param_hint="--tier",
             )
         given[name] = [_blocks(name, size, bench) for size in sizes.split(",")]
     if "host" not in given:
-        raise click.BadParameter("host is missing; add --tier host=...", param_hint="--tier")
+        raise click.BadParameter("host is missing; add --tier host=SIZE", param_hint="--tier")
     ordered = [given[name] for name in TIERS if name in given]
     return list(dict.fromkeys(product(*ordered)))
 
 
-def _blocks(tier: str, text: str, bench: Any) -> int:
+def _blocks(tier: str, text: str, bench: Any, option: str = "--tier") -> int:
     text = text.strip()
     try:
         if text.endswith("%"):
             percent = float(text[:-1])
-            blocks = bench.workload.capacity(percent / 100) if 0 < percent <= 1000 else 0
+            if not 0 < percent < PERCENT_MAX:
+                raise ValueError
+            blocks = bench.workload.capacity(percent / 100)
         else:
             block = bench.trace.block_size * bench.setup.costs.bytes_per_token
             blocks = parse_size(text) // block
@@ -302,7 +332,7 @@ def _blocks(tier: str, text: str, bench: Any) -> int:
         problem = "is no size" if blocks < 0 else "holds not one block"
         raise click.BadParameter(
             f"{tier}={text} {problem}; write a size such as 64GiB or a share such as 5%",
-            param_hint="--tier",
+            param_hint=option,
         )
     return int(blocks)
 

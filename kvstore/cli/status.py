@@ -67,7 +67,8 @@ def _show(status: dict[str, Any], path: str) -> None:
         print_table(COST_COLUMNS, rows, right=COST_COLUMNS[1:-1])
     if status["shadow_request_count"]:
         click.echo()
-        print_table(shadows.COLUMNS, shadows.rows(status), right=shadows.COLUMNS[1:])
+        columns = shadows.columns(status)
+        print_table(columns, shadows.rows(status), right=columns[1:])
         click.echo(shadows.summary(status))
 
 

@@ -193,8 +193,10 @@ class Watch:
 
     def _shadows(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for name in shadows.COLUMNS:
-            table.add_column(name, justify="left" if name == shadows.COLUMNS[0] else "right")
+        first, *others = shadows.columns(self._status)
+        table.add_column(first)
+        for name in others:
+            table.add_column(name, justify="right")
         for row in shadows.rows(self._status):
             table.add_row(*row)
         return table

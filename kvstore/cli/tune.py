@@ -27,13 +27,18 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )  # fmt: skip
 @click.option(
     "--prices", "price_file", type=_FILE, metavar="FILE",
-    help="TOML with [prices]: gpu_hour, host_gib_month, disk_gib_month, disk_terabyte_written.",
+    help="TOML with [prices]: gpu_hour, host_gib_month, disk_gib_month, hbm_gib_month, "
+    "disk_terabyte_written.",
 )  # fmt: skip
 @click.option("--host-max", callback=size_value, metavar="SIZE", help="Most memory there is.")
 @click.option("--disk-max", callback=size_value, metavar="SIZE", help="Most disk there is.")
 @click.option("--no-disk", is_flag=True, help="Host memory only.")
 @click.option(
-    "--hbm", metavar="SIZE", help="Copies of host blocks on the GPUs, as a size or share; no price."
+    "--hbm-max", callback=size_value, metavar="SIZE",
+    help="Most memory of all GPUs together for copies of host blocks.  [default: none]",
+)  # fmt: skip
+@click.option(
+    "--hbm", metavar="SIZE", help="So much of it in any case, as a size or share: hbm=5%."
 )  # fmt: skip
 @click.option(
     "--endurance-dwpd", type=click.FloatRange(0, 1e6), default=0.0, show_default=True,
@@ -52,6 +57,7 @@ def command(
     host_max: int | None,
     disk_max: int | None,
     no_disk: bool,
+    hbm_max: int | None,
     hbm: str | None,
     endurance_dwpd: float,
     policy_text: str,
@@ -60,8 +66,8 @@ def command(
 ) -> None:
     """Recommend tier sizes and a policy for TRACE, with what each step buys and how sure that is.
 
-    GPU time saved is set against the price of memory, disk and its wear. Intervals hold 90 % of
-    what sessions drawn anew come to.
+    GPU time saved is set against the price of memory, disk and its wear, and GPUs' memory.
+    Intervals hold 90 % of what sessions drawn anew come to.
     """
     from kvstore.core.prices import load_prices
     from kvstore.replay.simulate import Bench
@@ -70,11 +76,13 @@ def command(
 
     if no_disk and disk_max is not None:
         raise click.UsageError("--no-disk and --disk-max exclude each other; leave one out")
-    policies, prices = policies_of(policy_text), load_prices(price_file)
+    if hbm is not None and hbm_max is not None:
+        raise click.UsageError("--hbm and --hbm-max exclude each other; leave one out")
+    policies, prices = policies_of(policy_text, offline=False), load_prices(price_file)
     bench = Bench(setup_of(trace, engine, endurance_dwpd=endurance_dwpd))
     if hbm is not None:
-        with_hbm((f"{HBM}={hbm}",), bench)
-    limits = Limits(budget, host_max, 0 if no_disk else disk_max)
+        with_hbm((f"{HBM}={hbm}",), bench, "--hbm")
+    limits = Limits(budget, host_max, 0 if no_disk else disk_max, hbm_max or 0)
     jobs = min(2, engine["jobs"] or os.cpu_count() or 1)
     with Workers(bench, jobs) as workers, _probing() as advance:
         found = Tuner(bench, prices, limits, workers, advance).tune(policies)
@@ -114,6 +122,9 @@ def _probing() -> Iterator[Callable[[], None]]:
 
 
 def _print(document: dict[str, Any]) -> None:
+    if not document["steps"]:
+        click.echo(_advice(document))
+        return
     columns = ["step", "costs", "saves", "adds net", "90 % of resamples", "pays in", "TTFT p99"]
     chosen = document["recommended"] and document["recommended"]["tiers"]
     rows = [_step_row(step, step["tiers"] == chosen) for step in document["steps"]]
@@ -122,6 +133,11 @@ def _print(document: dict[str, Any]) -> None:
     columns = ["policy", "saves", "net", "90 % of resamples", "at most as good in"]
     print_table(columns, [_policy_row(one) for one in document["policies"]], right=columns[1:])
     click.echo()
+    if document["around"]:
+        columns = ["a GiB of", "from", "to", "costs", "saves", "pays in", "mean TTFT"]
+        rows = [_around_row(one) for one in document["around"]]
+        print_table(columns, rows, right=columns[1:])
+        click.echo()
     click.echo(_advice(document))
 
 
@@ -147,13 +163,28 @@ def _policy_row(one: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _around_row(one: dict[str, Any]) -> tuple[str, ...]:
+    before, after = one["ttft_mean_seconds"]
+    return (
+        one["tier"],
+        format_bytes(one["from_bytes"]),
+        format_bytes(one["to_bytes"]),
+        f"{one['costs_per_gib_month']:,.2f}",
+        f"{one['saves_per_gib_month']:,.2f}",
+        f"{one['confidence']:.0%}",
+        f"{1e3 * (after - before):+,.1f} ms",
+    )
+
+
 def _interval(ends: list[float]) -> str:
     return f"{ends[0]:+,.0f} to {ends[1]:+,.0f}"
 
 
 def _tiers(one: dict[str, Any]) -> str:
+    from kvstore.replay.simulate import share_text
+
     return ", ".join(
-        f"{name} {format_bytes(tier['capacity_bytes'])} ({tier['capacity_fraction']:.0%})"
+        f"{name} {format_bytes(tier['capacity_bytes'])} ({share_text(tier)})"
         for name, tier in one["tiers"].items()
     )
 
@@ -161,8 +192,14 @@ def _tiers(one: dict[str, Any]) -> str:
 def _advice(document: dict[str, Any]) -> str:
     best = document["recommended"]
     if best is None:
-        limit = "within the limits " if document["steps"] == [] else ""
-        return f"Recommended: no store; {limit}none saves more GPU time than it costs."
+        smallest = document["smallest"]
+        if not document["steps"]:
+            return (
+                f"Recommended: no store; the smallest that is tried, {_tiers(smallest)} for "
+                f"{smallest['cost_per_month']:,.2f} a month, is beyond a limit; raise --host-max "
+                "or --budget."
+            )
+        return "Recommended: no store; none saves more GPU time than it costs."
     text = (
         f"Recommended: {_tiers(best)}, policy {best['policy']}: saves "
         f"{best['saves_per_month']:,.0f} a month in GPU time and costs "

@@ -106,6 +106,7 @@ function show(data) {
   table("shadows", s.shadows, [
     ["policy", (x) => x.policy], ["tier", (x) => x.tier], ["capacity", (x) => "× " + x.capacity_ratio, "number"],
     ["tokens found", (x) => percent(x.token_hit_ratio), "number"],
+    ...("hbm" in s.tiers ? [["of it in hbm", (x) => percent(x.hbm_token_hit_ratio), "number"]] : []),
     ["saves", (x) => x.saved_seconds_per_second.toPrecision(2) + " s/s", "number"]], "no request was followed yet");
   table("decisions", data.decisions, [
     ["request", (d) => d.request_id || "–"], ["when", (d) => new Date(1000 * d.wall_seconds).toLocaleTimeString("en-GB")],

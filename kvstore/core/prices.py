@@ -18,12 +18,14 @@ class Prices(Section, frozen=True):
     """Prices in one currency; the defaults are round figures of rented machines in dollars.
 
     A drive of 3.84 TB for 400 that may be written once a day for five years costs 0.057 a terabyte.
+    A GPU with 80 GB costs 24 a month for each GiB, if its memory is all that it is rented for.
     """
 
     gpu_hour: float = 2.5
     host_gib_month: float = 2.0
     disk_gib_month: float = 0.1
     disk_terabyte_written: float = 0.057
+    hbm_gib_month: float = 24.0
 
     @property
     def gpu_second(self) -> float:
@@ -35,14 +37,16 @@ class Prices(Section, frozen=True):
         return self.disk_terabyte_written / TERABYTE
 
     def month(
-        self, host_bytes: float, disk_bytes: float = 0.0, written_bytes_a_second: float = 0.0
-    ) -> float:
+        self, host_bytes: float, disk_bytes: float = 0.0, written_bytes_a_second: float = 0.0,
+        hbm_bytes: float = 0.0,
+    ) -> float:  # fmt: skip
         """What tiers of these sizes cost a month, the wear of the disk included."""
         written = written_bytes_a_second * HOURS_A_MONTH * 3600 / TERABYTE
         return (
             self.host_gib_month * host_bytes / GIB
             + self.disk_gib_month * disk_bytes / GIB
             + self.disk_terabyte_written * written
+            + self.hbm_gib_month * hbm_bytes / GIB
         )
 
     def worth(self, busy_share: float) -> float:
@@ -72,7 +76,10 @@ def load_prices(path: Path | None) -> Prices:
         raise InvalidRequest(f"{path} cannot be read ({error.strerror})") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         what = str(error)[:1].lower() + str(error)[1:]
-        raise InvalidRequest(f"{path} has no usable [prices]: {what}") from None
+        known = ", ".join(Prices.__struct_fields__)
+        raise InvalidRequest(
+            f"{path} has no usable [prices]: {what}; it may have {known}, each a number"
+        ) from None
     fault = prices.fault()
     if fault:
         raise InvalidRequest(f"{path}: {fault}")

@@ -57,7 +57,8 @@ class CostView:
 class ShadowView:
     """What would be with another policy, or with `tier` so many times as large.
 
-    Ratios and seconds are of the last requests that were followed; seconds are of prefill.
+    Ratios and seconds are of the last requests that were followed; seconds are of prefill. Of the
+    tokens that are hit, `hbm_token_hit_ratio` are found in copies on GPUs.
     """
 
     policy: str
@@ -66,6 +67,7 @@ class ShadowView:
     token_hit_ratio: float
     saved_ratio: float
     saved_seconds_per_second: float
+    hbm_token_hit_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices
 from kvstore.policies.ghost import Ghost, Hit
 from kvstore.policies.ghost_disk import DISK
-from kvstore.policies.ghost_hbm import HbmTier
+from kvstore.policies.ghost_hbm import Copies, HbmTier
 from kvstore.policies.index import PrefixIndex
 from kvstore.policies.residency import Residency
 from kvstore.replay.cachesim_workload import ROOT, Workload
@@ -54,8 +54,8 @@ class CacheSimulation:
 
     `capacities` are the blocks of host and, if there is one, of disk, from where a block is back in
     `disk_seconds` and where `disk_daily_bytes` may be written, 0 without a limit. With `prices`
-    only what is worth it is, without all that is due. `hbm` has copies of host blocks; every hit is
-    a load, as if no plan computed it anew.
+    only what is worth it is, without all that is due. With `copies` there is a tier hbm; every hit
+    is a load, as if no plan computed it anew.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CacheSimulation:
         disk_seconds: float = DISK_BLOCK_SECONDS,
         disk_daily_bytes: float = 0.0,
         prices: Prices | None = None,
-        hbm: HbmTier | None = None,
+        copies: Copies | None = None,
     ) -> None:
         if not 1 <= len(capacities) <= 2 or min(capacities) < 0:
             raise InvalidRequest(f"capacities is {capacities}; pass blocks of host, or host, disk")
@@ -75,6 +75,7 @@ class CacheSimulation:
         slot_bytes = next(iter(workload.spaces.values())).slot_bytes
         host_bytes, *rest = [blocks * slot_bytes for blocks in capacities]
         disk_bytes = rest[0] if rest else None
+        hbm = [] if copies is None else [HbmTier(copies)]
         self._ghost = Ghost(policy, {"": host_bytes}, disk_bytes, disk_daily_bytes, hbm=hbm)
         if self.disk:
             self.residency.set_restore(DISK, disk_seconds, 0.0)
@@ -135,7 +136,7 @@ class CacheSimulation:
             saved_ratio=saved / max(1e-12, float(workload.prefill_seconds[:done].sum())),
             tier_tokens=tuple(size * n for n in by_tier),
             hbm_tokens=size * on_gpu,
-            promoted_blocks=0 if self._ghost.hbm is None else self._ghost.hbm.promoted_blocks,
+            promoted_blocks=sum(tier.promoted_blocks for tier in self._ghost.hbm),
             written_blocks=self._ghost.written_blocks,
             passed_blocks=self.residency.passed_blocks,
             seconds=seconds,

@@ -68,7 +68,8 @@ class TraceChecker:
         if len(request.hash_ids) != needed:
             raise ValueError(
                 f"hash_ids has {len(request.hash_ids)} ids, but {request.input_length} input "
-                f"tokens in blocks of {request.block_size} need {needed}"
+                f"tokens in blocks of {request.block_size} need {needed}; give each block an id, "
+                "or the block_size that they are of"
             )
         if request.timestamp < self._time:
             raise ValueError(
@@ -157,7 +158,8 @@ def _explain(error: ValueError) -> str:
     text = str(error)
     if isinstance(error, msgspec.ValidationError):
         what, _, where = text.partition(" - at `$.")
-        return f"{where.rstrip('`') or 'the line'}: {what[0].lower()}{what[1:]}"
+        fix = "" if where else "; a request has timestamp, input_length, output_length and hash_ids"
+        return f"{where.rstrip('`') or 'the line'}: {what[0].lower()}{what[1:]}{fix}"
     if isinstance(error, msgspec.DecodeError):
         return f"no valid JSON ({text}); one request is one JSON object on one line"
     return text

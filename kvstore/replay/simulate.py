@@ -16,9 +16,10 @@ import numpy as np
 
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices
+from kvstore.core.space import Space
 from kvstore.policies.cost import CallCost
 from kvstore.policies.ghost import Hit
-from kvstore.policies.ghost_hbm import HbmTier
+from kvstore.policies.ghost_hbm import Copies
 from kvstore.replay.bounds import Optimum, optimum
 from kvstore.replay.cachesim import CacheResult, CacheSimulation
 from kvstore.replay.cachesim_workload import Workload
@@ -60,12 +61,13 @@ class Setup(NamedTuple):
 class Cell(NamedTuple):
     """One policy at the capacities of host and, if there is one, of disk.
 
-    `prices` are other ones than the setup's.
+    `prices` and `hbm_blocks` are other ones than the setup's.
     """
 
     policy: str
     capacities: tuple[int, ...]
     prices: Prices | None = None
+    hbm_blocks: int | None = None
 
 
 class Bench:
@@ -118,15 +120,16 @@ class Bench:
         if len(cell.capacities) > 1:
             limit = setup.endurance_dwpd * cell.capacities[1] * self._block_bytes
         back = costs.disk.seconds(self._block_bytes)
-        hbm = HbmTier(setup.hbm_blocks, self._spared) if setup.hbm_blocks else None
+        hbm = setup.hbm_blocks if cell.hbm_blocks is None else cell.hbm_blocks
+        slot = next(iter(self.workload.spaces.values())).slot_bytes
         made = CacheSimulation(
             self.workload, cell.policy, cell.capacities, back, limit, cell.prices or setup.prices,
-            hbm,
+            Copies(hbm * slot, self._spared) if hbm else None,
         )  # fmt: skip
         made.residency.set_rates(None, costs.cost.token_seconds, costs.cost.pair_seconds)
         return made
 
-    def _spared(self, blocks: int) -> float:
+    def _spared(self, space: Space, blocks: int) -> float:
         """The share of a load's seconds from host that copies on the GPU spare."""
         size = blocks * self._block_bytes
         return 1.0 - self.costs.hbm.seconds(size) / self.costs.host.seconds(size)

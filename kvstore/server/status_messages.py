@@ -20,7 +20,7 @@ _COST_FIELDS = (
 )  # fmt: skip
 _SHADOW_FIELDS = (
     "policy", "tier", "capacity_ratio", "token_hit_ratio", "saved_ratio",
-    "saved_seconds_per_second",
+    "saved_seconds_per_second", "hbm_token_hit_ratio",
 )  # fmt: skip
 _TIER_FIELDS = (
     "capacity_bytes", "used_bytes", "block_count", "state", "free_bytes", "resting_bytes",

@@ -19,11 +19,14 @@ import numpy as np
 from kvstore.core.block import place_offset
 from kvstore.core.completion import Completion
 from kvstore.core.errors import FailedPrecondition, InvalidRequest, TierError
+from kvstore.core.space import Space
 from kvstore.mover import ARENA_OUT_LINK, PEER_LINK, Moved
-from kvstore.policies.cost import LinkIdentity
+from kvstore.policies.cost import LinkIdentity, PathModel
+from kvstore.policies.ghost_hbm import Copies
 from kvstore.policies.index import Span
 from kvstore.policies.promotion import PROMOTED_A_LOAD
-from kvstore.store.costs import ENGINE_PRIOR, PRIORS, SAMPLES_MIN
+from kvstore.policies.sampling import GhostSpace, live_blocks
+from kvstore.store.costs import DEVICE_LINK, ENGINE_PRIOR, PRIORS, SAMPLES_MIN
 from kvstore.store.evict import Remover
 from kvstore.store.gpu_copies import GpuCopies, Marks
 from kvstore.store.parts import HOST, SLICE_BLOCKS, Parts
@@ -221,10 +224,13 @@ class HbmCopies:
         if count:
             self._parts.recorder.hbm_loaded(count)
 
-    def _spared(self, attachment: Attachment, link: str, gpu: GpuCopies, size: int) -> float:
-        """The share of a load's seconds from host that one from copies spares, as measured."""
+    def _spared(self, attachment: Attachment | None, link: str, gpu: GpuCopies, size: int) -> float:
+        """The share of a load's seconds from host that one from copies spares, as measured.
+
+        Without an attachment it is an engine's with the quickest link.
+        """
         costs = self._parts.costs
-        upward = costs.upward(attachment.device)
+        upward = costs.upward(attachment.device) if attachment else costs.fastest_upward()
         host = ENGINE_PRIOR.seconds(size)
         if upward is not None and upward.sample_count >= SAMPLES_MIN:
             host = upward.seconds(size)
@@ -246,11 +252,14 @@ class HbmCopies:
             return None
         mask = self._marks.of(places) == gpu.number
         in_place = self._parts.config.tiers.hbm.share == IN_PLACE
-        if not in_place:  # what one load's half of the staging has no room for comes from host
-            config = self._parts.config.tiers.hbm
-            room = int(config.staging_bytes_per_session) // 2 // attachment.space.slot_bytes
-            mask &= mask.cumsum() <= room
+        if not in_place:  # what there is no room for comes from host
+            mask &= mask.cumsum() <= self._room(attachment.space)
         return Near(mask, gpu.tier.device_uuid, in_place) if mask.any() else None
+
+    def _room(self, space: Space) -> int:
+        """Blocks of a load that its half of a session's staging has room for."""
+        staging = int(self._parts.config.tiers.hbm.staging_bytes_per_session)
+        return staging // 2 // space.slot_bytes
 
     def _engine_gpu(self, attachment: Attachment) -> GpuCopies | None:
         for session in (attachment.session, *attachment.engine.sessions):
@@ -259,6 +268,42 @@ class HbmCopies:
             if attached and attachment.shard in shards:
                 return next(iter(attached.values()))
         return None
+
+    # ---- For shadows, and what blocks are worth ----
+
+    def copies(self) -> Copies:
+        """The tier as ghosts have it, whose blocks may stand for several of all shards."""
+
+        def spared(space: Space, count: int) -> float:
+            live = space.live if isinstance(space, GhostSpace) else space
+            size = count * live_blocks(space) * live.block_bytes
+            return self._spared(None, ARENA_OUT_LINK, self.gpus[0], size)
+
+        def fit(space: Space) -> int:
+            live = space.live if isinstance(space, GhostSpace) else space
+            return self._room(live) // live_blocks(space)
+
+        size = sum(gpu.tier.usage().capacity_bytes for gpu in self.gpus)
+        if self._parts.config.tiers.hbm.share == IN_PLACE:
+            return Copies(size, spared)
+        return Copies(size, spared, fit)
+
+    @property
+    def byte_seconds(self) -> float:
+        """Seconds that a byte takes from a copy into an engine's memory."""
+        costs, uuid = self._parts.costs, self.gpus[0].tier.device_uuid
+        own = [
+            model.cost().byte_seconds
+            for model in costs
+            if isinstance(model, PathModel) and model.identity[0] == DEVICE_LINK
+        ]
+        staged = 0.0
+        if self._parts.config.tiers.hbm.share != IN_PLACE:
+            known = costs.link(LinkIdentity(ARENA_OUT_LINK, uuid))
+            staged = (
+                PRIORS[ARENA_OUT_LINK].byte_seconds if known is None else known.cost().byte_seconds
+            )
+        return staged + min(own, default=0.0)
 
     # ---- Up, and from GPU to GPU ----
 

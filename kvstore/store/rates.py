@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvstore.core.space import Space
 from kvstore.policies.cost import RecomputeModel
+from kvstore.policies.ghost_hbm import HBM
 from kvstore.store.costs import SAMPLES_MIN
 from kvstore.store.parts import DISK, HOST, Parts
 from kvstore.store.promote import PIECE_BYTES
@@ -58,11 +59,14 @@ class RateKeeper:
         """Seconds a byte takes to come back from a tier: the engine's copy, and the disk's read.
 
         Restores are long, so that the latency of a disk's piece is shared by all blocks in it.
+        Nothing is ranked by what copies on GPUs cost, but shadows count by it.
         """
         costs, found = self._parts.costs, {}
         up = costs.fastest_upward()
         if up is not None:
             found[HOST] = up.cost().byte_seconds
+            if self._parts.hbm is not None:
+                found[HBM] = min(found[HOST], self._parts.hbm.byte_seconds)
         disk = costs.link(costs.read_link)
         if self._parts.disk is not None and disk is not None and disk.sample_count >= SAMPLES_MIN:
             found[DISK] = disk.cost().seconds(PIECE_BYTES) / PIECE_BYTES + found.get(HOST, 0.0)

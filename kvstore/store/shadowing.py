@@ -200,8 +200,8 @@ class Shadowing:
         recorder, scale = self._parts.recorder, 1.0 / shadows.share
         recorder.shadow_request("followed")
         recorder.shadow_tokens(job.request.input_tokens * scale)
-        for shadow, tokens, seconds in zip(shadows.shadows, *served, strict=True):
-            recorder.shadow_served(*_labels(shadow.variant), tokens * scale, seconds * scale)
+        for variant, tokens, seconds, _ in zip(shadows.variants, *served, strict=True):
+            recorder.shadow_served(*_labels(variant), tokens * scale, seconds * scale)
 
     def _judge(self, shadows: Shadows) -> None:
         first, second = map(shadows.saved_by_policy, shadows.complete)
@@ -272,6 +272,7 @@ class Shadowing:
                 token_hit_ratio=estimate.token_hit_ratio,
                 saved_ratio=estimate.saved_ratio,
                 saved_seconds_per_second=estimate.saved_per_second,
+                hbm_token_hit_ratio=estimate.hbm_token_hit_ratio,
             )
             for estimate in self.shadows.estimates()
         )
@@ -293,4 +294,5 @@ def _setup(parts: Parts) -> Setup:
         policies=config.policy.shadows,
         capacities=config.policy.shadow_capacities,
         prices=(prices.gpu_second, prices.written_byte) if priced else None,
+        copies=None if parts.hbm is None else parts.hbm.copies(),
     )

@@ -743,20 +743,22 @@ class StatusResponse(_message.Message):
     def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., tiers: _Optional[_Mapping[str, TierStatus]] = ..., session_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., space_count: _Optional[int] = ..., policy: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., block_count: _Optional[int] = ..., readopted_blocks: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., reservation_count: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pin_count: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[CostStatus, _Mapping]]] = ..., configured_policy: _Optional[str] = ..., policy_reason: _Optional[str] = ..., shadows: _Optional[_Iterable[_Union[ShadowStatus, _Mapping]]] = ..., shadow_share: _Optional[float] = ..., shadow_request_count: _Optional[int] = ..., what_if: _Optional[str] = ...) -> None: ...
 
 class ShadowStatus(_message.Message):
-    __slots__ = ("policy", "tier", "capacity_ratio", "token_hit_ratio", "saved_ratio", "saved_seconds_per_second")
+    __slots__ = ("policy", "tier", "capacity_ratio", "token_hit_ratio", "saved_ratio", "saved_seconds_per_second", "hbm_token_hit_ratio")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_RATIO_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     SAVED_RATIO_FIELD_NUMBER: _ClassVar[int]
     SAVED_SECONDS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    HBM_TOKEN_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     policy: str
     tier: str
     capacity_ratio: float
     token_hit_ratio: float
     saved_ratio: float
     saved_seconds_per_second: float
-    def __init__(self, policy: _Optional[str] = ..., tier: _Optional[str] = ..., capacity_ratio: _Optional[float] = ..., token_hit_ratio: _Optional[float] = ..., saved_ratio: _Optional[float] = ..., saved_seconds_per_second: _Optional[float] = ...) -> None: ...
+    hbm_token_hit_ratio: float
+    def __init__(self, policy: _Optional[str] = ..., tier: _Optional[str] = ..., capacity_ratio: _Optional[float] = ..., token_hit_ratio: _Optional[float] = ..., saved_ratio: _Optional[float] = ..., saved_seconds_per_second: _Optional[float] = ..., hbm_token_hit_ratio: _Optional[float] = ...) -> None: ...
 
 class CostStatus(_message.Message):
     __slots__ = ("subject", "device", "state", "reason", "sample_count", "predicted_seconds", "unit", "ratio_p50", "ratio_p99")

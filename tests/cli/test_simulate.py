@@ -72,13 +72,14 @@ def test_links_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "sentence"),
     [
         (["--tier", "host=5%", "--policy", "lur"], "'lur' is unknown; choose one of"),
-        (["--tier", "host=5%", "--policy", ""], "'' is unknown"),
-        (["--tier", "ram=5%"], "write each of host, disk once"),
+        (["--tier", "host=5%", "--policy", " ,"], "names none"),
+        (["--tier", "ram=5%"], "write each of host, disk and hbm once"),
         (["--tier", "host=5%", "--tier", "host=6%"], "once"),
         (["--tier", "disk=5%"], "host is missing"),
         (["--tier", "host=5"], "holds not one block"),
-        (["--tier", "host=-5%"], "holds not one block"),
-        (["--tier", "host=nan%"], "holds not one block"),
+        (["--tier", "host=-5%"], "is no size"),
+        (["--tier", "host=nan%"], "is no size"),
+        (["--tier", "host=inf%"], "is no size"),
         (["--tier", "host=much"], "is no size"),
         (["--tier", "host=5%,"], "is no size"),
         (["--tier", "host=5%", "--hints", "oracle:2"], "a number from 0 to 1"),
@@ -99,6 +100,21 @@ def test_bad_options(options: list[str], sentence: str, capsys: pytest.CaptureFi
     assert out == ""
     assert err.count("\n") == 1
     assert sentence in err
+
+
+def test_sizes_that_add_nothing_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """More than all content, a disk below host, more copies than host: a sentence each."""
+    for tiers, told in (
+        (["host=5%"], []),
+        (["host=9000%"], ["All blocks of the trace take "]),
+        (["host=5%", "disk=4%"], ["A disk that is no larger"]),
+        (["host=5%", "hbm=6%"], ["more of it than of host"]),
+    ):
+        options = [word for tier in tiers for word in ("--tier", tier)]
+        assert simulate(*options, "--policy", "lru") == 0
+        _, _, *notes = capsys.readouterr().out.splitlines()
+        assert len(notes) == len(told)
+        assert all(text in note for text, note in zip(told, notes, strict=True))
 
 
 def test_bad_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

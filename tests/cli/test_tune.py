@@ -31,7 +31,22 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prices = tmp_path / "prices.toml"
     prices.write_text("[prices]\ngpu_hour = 0\n")
     assert run(["tune", str(BUNDLED), *FAST, "--prices", str(prices)]) == 0
-    assert "Recommended: no store" in capsys.readouterr().out
+    assert "Recommended: no store; none saves more" in capsys.readouterr().out
+    assert run(["tune", str(BUNDLED), *FAST, "--budget", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert "is beyond a limit; raise --host-max or --budget" in out
+
+
+def test_a_gib_of_each_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    """People and scripts read what a GiB of host and of GPU memory costs and saves."""
+    assert run(["tune", str(BUNDLED), *FAST, "--hbm-max", "8GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "a GiB of" in out
+    assert any(line.startswith("hbm ") and "24.00" in line for line in out.splitlines())
+    assert run(["tune", str(BUNDLED), *FAST, "--hbm-max", "8GiB", "--json"]) == 0
+    around = json.loads(capsys.readouterr().out)["around"]
+    assert {one["tier"] for one in around} == {"host", "hbm"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +56,11 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--budget", "much"], 2, "budget"),
         (["--host-max", "big"], 2, "is no size"),
         (["--policy", "lur"], 2, "'lur' is unknown"),
+        (["--policy", "lru,oracle"], 2, "'oracle' needs to know the future"),
         (["--disk-max", "1TiB", "--no-disk"], 2, "exclude each other"),
+        (["--hbm-max", "1GiB", "--hbm", "5%"], 2, "exclude each other"),
+        (["--hbm-max", "much"], 2, "is no size"),
+        (["--hbm", "much"], 2, "--hbm"),
         (["--prices", "/nowhere"], 2, "does not exist"),
         (["--link", "x=1"], 2, "host>hbm or disk>host"),
     ],

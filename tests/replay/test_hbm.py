@@ -18,6 +18,7 @@ from kvstore.core.space import Space
 from kvstore.cuda.device import Device
 from kvstore.policies.cost import CallCost, LinkCost
 from kvstore.policies.ghost import Ghost
+from kvstore.policies.ghost_hbm import Copies
 from kvstore.policies.ghost_hbm import HbmTier as GhostTier
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.replay.formats import BUNDLED
@@ -71,8 +72,8 @@ def chain_of(tokens: list[int]) -> Chain:
 def test_a_simulation_promotes_what_the_daemon_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same loads at the same times find as many copies in a store and in a simulation."""
     live, random = Live(monkeypatch), Random(3)
-    ghost = Ghost("lru", {"": 64 * MIB}, hbm=GhostTier(SLOTS, lambda _: SPARED))
-    assert ghost.hbm is not None
+    tier = GhostTier(Copies(MIB, lambda *_: SPARED))
+    ghost = Ghost("lru", {"": 64 * MIB}, hbm=[tier])
     space, times = Space(1, SPEC, "default"), []
     for _ in range(60):
         first = 1000 * min(int(random.expovariate(0.4)), 9)
@@ -80,21 +81,21 @@ def test_a_simulation_promotes_what_the_daemon_does(monkeypatch: pytest.MonkeyPa
         now = live.clock.now()
         simulated = ghost.serve(space, bytes(32), chain_of(tokens), now).hbm_blocks
         assert live.load(tokens) == simulated
-        assert live.tier.usage().block_count == len(ghost.hbm.promotion)
+        assert live.tier.usage().block_count == len(tier.promotion)
         times.append(simulated)
         live.clock.advance(random.random() * 3)
         live.client.keep()
     assert sum(times) > 500
-    assert len(ghost.hbm.promotion) == SLOTS  # it was full, so the coldest made room
+    assert len(tier.promotion) == SLOTS  # it was full, so the coldest made room
     live.store.close()
     live.tier.close()
 
 
 def test_copies_go_with_their_blocks() -> None:
     """What host evicts has no copy any more, and its room is free."""
-    hbm = GhostTier(8, lambda _: 1.0)
     space = Space(1, SPEC, "default")
-    ghost = Ghost("lru", {"": 8 * space.slot_bytes}, hbm=hbm)
+    hbm = GhostTier(Copies(8 * space.slot_bytes, lambda *_: 1.0))
+    ghost = Ghost("lru", {"": 8 * space.slot_bytes}, hbm=[hbm])
     one, other = (list(range(n, n + 8 * SPEC.block_size)) for n in (0, 1000))
     found = [ghost.serve(space, bytes(32), chain_of(one), float(t)).hbm_blocks for t in range(4)]
     assert found == [0, 0, 0, 8]

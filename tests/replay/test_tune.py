@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.prices import Prices, load_prices
+from kvstore.policies.cost import LinkCost
 from kvstore.replay.formats import BUNDLED, TraceRequest
 from kvstore.replay.simulate import Bench, Setup
 from kvstore.replay.simulate_pool import Workers
@@ -32,10 +34,11 @@ def tune(
 
 
 def test_prices_by_hand() -> None:
-    """A GiB of memory, 10 of disk and a terabyte written in a month; half of a GPU's time."""
+    """A GiB of memory, 10 of disk, a terabyte written in a month, 2 on GPUs; half a GPU's time."""
     prices = Prices(gpu_hour=2, host_gib_month=3, disk_gib_month=0.1, disk_terabyte_written=0.05)
     written = 1e12 / (730 * 3600)
     assert prices.month(1 << 30, 10 << 30, written) == pytest.approx(3 + 1 + 0.05)
+    assert prices.month(0, hbm_bytes=2 << 30) == pytest.approx(48)
     assert prices.worth(0.5) == pytest.approx(730)
 
 
@@ -63,6 +66,56 @@ def test_a_step_adds_what_it_says(bench: Bench) -> None:
     assert steps[-1]["confidence"] < 0.5
     best = max(steps, key=lambda step: step["net_per_month"])
     assert found["recommended"] is None or found["recommended"]["tiers"] == best["tiers"]
+
+
+def test_memory_of_gpus_is_bought_where_it_pays(bench: Bench) -> None:
+    """Under a slow link copies free GPU time: for nothing they are bought, up to the limit and to
+    what host has, and at the usual price they are not; each step tells."""
+    costs = bench.setup.costs._replace(host=LinkCost.of(1e-3, 2e9))
+    slow = Bench(bench.setup._replace(costs=costs), bench.requests)
+    free, limits = (
+        msgspec.structs.replace(FREE, hbm_gib_month=0.0),
+        Limits(60 << 30, 60 << 30, 0, 8 << 30),
+    )
+    found = tune(slow, free, limits)
+    sizes = [step["tiers"].get("hbm", {"capacity_bytes": 0}) for step in found["steps"]]
+    assert 0 < max(size["capacity_bytes"] for size in sizes) <= 8 << 30
+    assert "hbm" in found["recommended"]["tiers"]
+    dear = tune(slow, msgspec.structs.replace(FREE, hbm_gib_month=24.0), limits)
+    assert "hbm" not in dear["recommended"]["tiers"]
+    assert dear["steps"][-1]["adds_net_per_month"] < 0
+    assert "hbm" in dear["steps"][-1]["tiers"]
+
+
+def test_what_a_gib_buys_is_told_of_each_tier(bench: Bench) -> None:
+    """From one size to the next a GiB costs its price, saves what the sizes differ by, and is told
+    beyond the limits too, but not of a tier that is not wanted."""
+    found = tune(bench, Prices(), Limits(host_bytes=60 << 30, disk_bytes=0, hbm_bytes=20 << 30))
+    around = {(one["tier"], one["from_bytes"] > 0): one for one in found["around"]}
+    assert {tier for tier, _ in around} == {"host", "hbm"}
+    assert around["hbm", False]["costs_per_gib_month"] == pytest.approx(24)
+    for one in found["around"]:
+        if one["tier"] == "host":
+            assert one["costs_per_gib_month"] == pytest.approx(2)
+        assert one["from_bytes"] < one["to_bytes"]
+        assert 0 <= one["confidence"] <= 1
+        before, after = one["ttft_mean_seconds"]
+        assert after <= before * 1.001
+    only_host = tune(bench, Prices(), Limits(host_bytes=8 << 30, disk_bytes=0))["around"]
+    assert {one["tier"] for one in only_host} == {"host"}
+    assert only_host[-1]["to_bytes"] > 8 << 30
+
+
+def test_a_given_tier_is_paid_for(bench: Bench) -> None:
+    """With a size given it is in every step, at its price, but never more than host has."""
+    blocks = bench.workload.capacity(0.02)
+    given = Bench(bench.setup._replace(hbm_blocks=blocks), bench.requests)
+    found = tune(given, Prices(), Limits(disk_bytes=0))
+    for step in found["steps"]:
+        host, hbm = (step["tiers"][name]["capacity_bytes"] / 2**30 for name in ("host", "hbm"))
+        assert hbm <= host
+        assert step["cost_per_month"] == pytest.approx(2 * host + 24 * hbm)
+    assert found["steps"][-1]["tiers"]["hbm"]["capacity_blocks"] == blocks
 
 
 def test_limits_hold(bench: Bench) -> None:
@@ -139,6 +192,8 @@ def test_price_files(tmp_path: Path) -> None:
         ("[prices]\ngpu = 4\n", "gpu"),
         ("[prices]\ngpu_hour = -1\n", "pass 0 or more"),
         ("[prices]\ngpu_hour = nan\n", "pass 0 or more"),
+        ("[prices]\nhbm_gib_month = -2\n", "prices.hbm_gib_month is -2"),
+        ('[prices]\nhbm_gib_month = "a lot"\n', "hbm_gib_month, each a number"),
         ("[prices\n", "no usable"),
     ):
         path.write_text(text)
