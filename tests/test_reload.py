@@ -225,7 +225,8 @@ def test_a_larger_host_tier_holds_once_its_memory_is_there() -> None:
         assert rig.reload(tiers=sized("16MiB"), limits=limits).applied[0] == "tenants"
         assert parts.limits.leased_bytes_per_session == 8 << 20
         assert rig.reload(tiers=sized("48MiB"), limits=limits).begun
-        assert rig.reload(tiers=sized("16MiB"), limits=limits) == ([], [], [], "")
+        stays = "tiers.host.size stays 16MiB"
+        assert rig.reload(tiers=sized("16MiB"), limits=limits) == ([], [], [], stays)
         rig.settle()
         assert rig.capacity == 16 << 20
         larger = {"host": {"size": "65MiB", "size_max": "65MiB", "pool": "sealed"}}

@@ -109,6 +109,7 @@ class Reloader:
         has_new_keys = self._take_keys(self.running.tiers.disk.key_file)
         keys = changed(self._asked, asked)
         applied = [key for key in keys if key in LIVE]
+        was_growing = self._growing is not None
         held = self._resize_host(keys, config, asked, applied)
         refused: list[str] = []
         if DISK_SIZE in keys and "tiers.disk.path" not in keys and self._store.parts.disk:
@@ -120,8 +121,11 @@ class Reloader:
         if _pools(asked) != _pools(self._asked):
             waiting.append(ISOLATION)
         self._take(applied, config, asked, ISOLATION not in waiting and "tenants" not in held)
-        size = config.tiers.host.size
-        begun = f"{HOST_SIZE} grows from {self.running.tiers.host.size} to {size}" if held else ""
+        begun, size = "", self.running.tiers.host.size
+        if held:
+            begun = f"{HOST_SIZE} grows from {size} to {config.tiers.host.size}"
+        elif was_growing and HOST_SIZE not in applied:
+            begun = f"{HOST_SIZE} stays {size}"
         return Outcome([*applied, KEYS] if has_new_keys else applied, waiting, refused, begun)
 
     def tick(self) -> None:
@@ -134,7 +138,8 @@ class Reloader:
         if problem:
             _log.error("%s stays %s and not %s: %s", HOST_SIZE, size, wanted, problem)
             return
-        self._take(growing.keys, growing.config, growing.asked, "tenants" in growing.keys)
+        has_tenants = "tenants" in growing.keys and _pools(growing.asked) == _pools(self._asked)
+        self._take(growing.keys, growing.config, growing.asked, has_tenants)
         self._grown()
         _log.info("%s is %s now, and was %s", HOST_SIZE, wanted, size)
 
