@@ -72,6 +72,8 @@ def test_the_image_has_no_root_and_nothing_else() -> None:
     assert of("USER") == [f"{UID}:{UID}"]
     assert len({rest.partition(" AS ")[0] for rest in of("FROM")}) == 1
     assert of("RUN")[-1].count(f"-o {UID} -g {UID}") == 2
+    # An image that is read-only and has no pip has what the daemon's settings may ask for.
+    assert '".[events,encryption]"' in of("RUN")[0]
     assert {"ENTRYPOINT", "HEALTHCHECK"} <= {word for word, _ in instructions()}
 
 
