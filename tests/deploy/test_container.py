@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deploy_page import words
 
 from kvstore.cli.main import run
 from kvstore.core.config import load
 from kvstore.core.machine import FixedMachine
 from kvstore.server.access import Access
 from kvstore.store.sessions import Identity
-from tests.support.deploy_page import words
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "container" / "Containerfile"

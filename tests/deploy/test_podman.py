@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.support.deploy_page import words
+from deploy_page import words
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "deploy" / "container" / "kvstore.toml"

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.support.deploy_page import console
+from deploy_page import console
 
 ROOT = Path(__file__).parents[2]
 PYTHON, KVSTORE = "/opt/kvstore/bin/python", "/opt/kvstore/bin/kvstore"
