@@ -39,13 +39,7 @@ def _key_file(path: Path) -> Finding:
 def key_place(path: Path, directory: Path) -> Finding:
     """Whether whoever takes the disk with the blocks takes the keys with it."""
     name, fix = "key place", "keep the file on another medium, and set tiers.disk.key_file to it"
-    try:
-        here, there = (existing_parent(str(it)).stat().st_dev for it in (path, directory))
-    except OSError as error:
-        return Finding(
-            name, WARN, f"{path} cannot be looked at ({error.strerror})",
-            "run this as the daemon's user, and let it enter the file's directory",
-        )  # fmt: skip
+    here, there = (existing_parent(str(it)).stat().st_dev for it in (path, directory))
     if here == there:
         return Finding(
             name, WARN, f"{path} is on the file system of {directory}: whoever takes the disk has "
@@ -93,8 +87,8 @@ def aes(cpuinfo: Path) -> Finding:
     ]
     if not flags:
         return Finding("AES instructions", OK, f"{cpuinfo} does not say whether there are any")
-    lacking = set.union(*flags) - set.intersection(*flags)
-    has = set.intersection(*flags)
+    has = {flag for flag in flags[0] if all(flag in each for each in flags)}
+    lacking = {flag for each in flags for flag in each} - has
     if "aes" not in has or not has & {"pclmulqdq", "pmull"}:
         some = "not every processor has" if "aes" in lacking else "the processor has not"
         return Finding(
