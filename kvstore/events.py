@@ -131,6 +131,10 @@ class EventLog:
         """Number of the oldest event still kept; the next one's when none is."""
         return self._kept[0].sequence if self._kept else self.sequence + 1
 
+    def view(self, tenants: frozenset[str] | None) -> View:
+        """What subscribers of these tenants see; of all with None."""
+        return View(self, tenants)
+
     def count_of(self, tenant: str) -> int:
         """Events that a tenant ever had."""
         return self._counts[tenant]

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvstore.core.completion import Completion
 from kvstore.core.errors import LimitReached
-from kvstore.events import View
 from kvstore.proto.v1 import kvstore_pb2 as pb
 from kvstore.server.steps import Driver, Steps, Turns, error_of
 from kvstore.server.streams import Cancel, Done, Emit
@@ -84,7 +83,7 @@ class EventStream:
         turns: Turns,
     ) -> None:  # fmt: skip
         self._log = log
-        self._view = View(log, tenants)
+        self._view = log.view(tenants)
         self._emit = emit
         self._turns = turns
         self._queue: deque[Any] = deque()
