@@ -1,7 +1,8 @@
 """`GrpcTransport`: calls to a daemon on another host, over TCP with mutual TLS.
 
 Bytes of blocks travel in the messages. The session lives as long as its stream of heartbeats and
-notices.
+notices. A call that is interrupted, by KeyboardInterrupt say, ends it: what gRPC keeps in Python
+may have been left locked.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -18,6 +20,7 @@ from google.protobuf.message import Message
 from kvstore.client.address import TLSConfig
 from kvstore.client.pools import MappedPool
 from kvstore.client.transport import (
+    INTERRUPTED,
     CallTimeout,
     Disconnected,
     LateHandler,
@@ -45,10 +48,8 @@ class GrpcCall:
         self._future = future
 
     def result(self) -> Any:
-        try:
+        with self._transport.calling(self._method, self._timeout):
             return self._future.result()
-        except grpc.RpcError as error:
-            raise self._transport.failure(self._method, self._timeout, error) from error
 
 
 class GrpcTransport:
@@ -71,6 +72,7 @@ class GrpcTransport:
         self._metadata: tuple[tuple[str, bytes], ...] = ()
         self._heartbeats: queue.SimpleQueue[pb.Heartbeat | None] = queue.SimpleQueue()
         self._over = ""
+        self._is_interrupted = False
 
     def open(
         self, request: pb.OpenSessionRequest, timeout: float
@@ -92,17 +94,16 @@ class GrpcTransport:
     def call(
         self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
     ) -> Any:
-        try:
+        with self.calling(method, timeout):
             return self._stub(method)(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self.failure(method, timeout, error) from error
 
     def start(
         self, method: str, request: Message, timeout: float, on_late: LateHandler | None = None
     ) -> GrpcCall:
-        stub = self._stub(method)
-        future = stub.future(request, timeout=timeout, metadata=self._metadata)
-        return GrpcCall(self, method, timeout, future)
+        with self.calling(method, timeout):
+            stub = self._stub(method)
+            future = stub.future(request, timeout=timeout, metadata=self._metadata)
+            return GrpcCall(self, method, timeout, future)
 
     def send(self, method: str, request: Message) -> None:
         # gRPC drops a call nobody holds; its own thread holds this one until it ends.
@@ -113,8 +114,12 @@ class GrpcTransport:
         self.send("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
 
     def stream(self, method: str, request: Message, timeout: float) -> Iterator[Any]:
-        call = self._stub(method)(request, metadata=self._metadata)
-        timer = _Watch(call, timeout)
+        with self.calling(method, timeout):
+            call = self._stub(method)(request, metadata=self._metadata)
+            timer = _Watch(call, timeout)
+            yield from self._items(call, timer, method, timeout)
+
+    def _items(self, call: Any, timer: _Watch, method: str, timeout: float) -> Iterator[Any]:
         try:
             for item in call:
                 timer.restart()
@@ -128,21 +133,43 @@ class GrpcTransport:
             call.cancel()
 
     def upload(self, method: str, requests: Iterable[Message], timeout: float) -> Any:
-        stub = self._stub(method)
-        try:
+        with self.calling(method, timeout):
+            stub = self._stub(method)
             return stub(iter(requests), timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self.failure(method, timeout, error) from error
 
     def poll(self) -> None:
         self._heartbeats.put(pb.Heartbeat())
-        if self._over:
-            raise Disconnected(self._over)
+        self.check()
 
     def close(self) -> None:
         self._over = self._over or "the client closed the connection"
         self._heartbeats.put(None)
-        self._channel.close()
+        if not self._is_interrupted:
+            self._channel.close()
+            return
+        # It waits for gRPC's own thread, which waits for ever if the interrupt left a lock of the
+        # call taken: then nobody else may. The daemon ends such a session by its time to live.
+        threading.Thread(target=self._channel.close, name="kvstore-close", daemon=True).start()
+
+    def calling(self, method: str, timeout: float) -> _Calling:
+        """A context for what gRPC does: its errors become ours, an interrupt ends the session."""
+        return _Calling(self, method, timeout)
+
+    def ended(self, error: BaseException, method: str, timeout: float) -> KVStoreError | None:
+        """What to raise for an exception within a call; None: as it is."""
+        if isinstance(error, grpc.RpcError):
+            return self.failure(method, timeout, error)
+        if isinstance(error, ValueError) and self._over:  # another thread closed the channel
+            return Disconnected(self._over)
+        if not isinstance(error, Exception | GeneratorExit):
+            self._is_interrupted = True
+            self._over = self._over or f"{INTERRUPTED}; the client reconnects by itself"
+        return None
+
+    def check(self) -> None:
+        """Raises Disconnected once the session is over: its channel is not touched any more."""
+        if self._over:
+            raise Disconnected(self._over)
 
     def failure(self, method: str, timeout: float, error: Any) -> KVStoreError:
         """What a failed call is to the caller."""
@@ -173,6 +200,27 @@ class GrpcTransport:
         except grpc.RpcError as error:
             reason = f"the session's stream broke ({error.details()})"
         self._over = self._over or f"{reason}; the client reconnects by itself"
+
+
+class _Calling:
+    """See `GrpcTransport.calling`."""
+
+    def __init__(self, transport: GrpcTransport, method: str, timeout: float) -> None:
+        self._transport, self._method, self._timeout = transport, method, timeout
+
+    def __enter__(self) -> None:
+        self._transport.check()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            instead = self._transport.ended(error, self._method, self._timeout)
+            if instead is not None:
+                raise instead from error
 
 
 class _Watch:

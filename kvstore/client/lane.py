@@ -3,6 +3,10 @@
 Many threads share the connection and none is there only to read: whoever waits for an answer
 reads, for itself and for the others, until its own has come; then it wakes another one that
 waits. A lone caller so never pays for a switch of threads.
+
+An exception from outside, such as KeyboardInterrupt, may come between any two lines. While a call
+only waits for its answer it is merely given up. Anywhere else nobody knows which part of a frame
+was sent or read, or who holds a lock: the connection is torn, and nothing uses it any more.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore.client.frames import Frame, close_all
+from kvstore.client.gate import Gate
+from kvstore.client.lane_call import LaneCall
 from kvstore.client.lane_socket import LaneSocket, timed_out
 from kvstore.client.pools import READ_WRITE, MappedPool, map_descriptor
 from kvstore.client.transport import (
+    INTERRUPTED,
     CallTimeout,
     Disconnected,
     LateHandler,
@@ -51,41 +58,7 @@ STREAM, NOTICE = int(FrameKind.STREAM), int(FrameKind.NOTICE)
 RELEASE_FRAME, RELEASE_TAG = struct.Struct("<IBBHQBQ"), 1 << 3 | 1
 RELEASE = METHOD_NUMBERS["Release"]
 MESSAGE_BYTES = 4 << 20  # until the daemon says its own limit
-
-
-class LaneCall:
-    """A call under way: `items` of a stream, then `value` or `error`."""
-
-    # Of the class until they are set: few calls need them all.
-    ready = done = abandoned = False
-    value: Any = None
-    error: KVStoreError | None = None
-    descriptors: Sequence[int] = ()
-    event: threading.Event | None = None
-
-    def __init__(
-        self, transport: LaneTransport, method: str, timeout: float, on_late: LateHandler | None
-    ) -> None:
-        self.transport = transport
-        self.id = next(transport.call_ids)
-        self.method = method
-        self.timeout = timeout
-        self.deadline = transport.clock.now() + timeout
-        self.on_late = on_late
-        self.items: deque[Any] = deque()
-
-    def result(self) -> Any:
-        self.transport.wait(self)
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def signal(self) -> None:
-        """Something is there to be taken. After the state is written, before events are read."""
-        self.ready = True
-        event = self.event
-        if event is not None:
-            event.set()
+FOLLOW_SECONDS = 0.05  # the longest that a follower trusts others to wake it
 
 
 class LaneTransport:
@@ -98,7 +71,8 @@ class LaneTransport:
         self.message_bytes = MESSAGE_BYTES
         self._calls: dict[int, LaneCall] = {}
         self._outbox: deque[bytes] = deque()
-        self._followers: dict[int, threading.Event] = {}
+        self._followers: dict[int, Gate] = {}
+        self._torn = False  # set by plain assignments, which nothing can come in between of
         self._reading = threading.Lock()
         self._state = threading.Lock()  # of calls: an answer and giving up exclude each other
         self._socket = LaneSocket(path + LANE_SUFFIX, timeout, self.clock)
@@ -109,8 +83,8 @@ class LaneTransport:
         self, request: pb.OpenSessionRequest, timeout: float
     ) -> tuple[pb.OpenSessionResponse, memoryview | None]:
         call = self.start("OpenSession", request, timeout)
-        response: pb.OpenSessionResponse = call.result()
         try:
+            response: pb.OpenSessionResponse = call.result()
             self.message_bytes = response.limits.message_bytes or self.message_bytes
             if not call.descriptors:
                 return response, None
@@ -123,8 +97,8 @@ class LaneTransport:
         self, request: pb.AttachRequest, timeout: float
     ) -> tuple[pb.AttachResponse, list[MappedPool]]:
         call = self.start("Attach", request, timeout)
-        response: pb.AttachResponse = call.result()
         try:
+            response: pb.AttachResponse = call.result()
             return response, _map_pools(response, call.descriptors)
         finally:
             close_all(call.descriptors)
@@ -144,15 +118,20 @@ class LaneTransport:
         payload: bytes = request.SerializeToString()
         if len(payload) > self.message_bytes:
             raise self._too_long(method, len(payload))
+        if self._torn:
+            raise self._gone()
         call = LaneCall(self, method, timeout, on_late)
         header = HEADER.pack(len(payload), REQUEST, METHOD_NUMBERS[method], 0, call.id)
         self._calls[call.id] = call
         try:
             self._send(header + payload, call.deadline, method)
-        except BaseException as error:
+        except KVStoreError as error:
             self._calls.pop(call.id, None)
             if isinstance(error, Disconnected):
                 self._fail_all(error)
+            raise
+        except BaseException:
+            self._torn = True
             raise
         return call
 
@@ -209,13 +188,24 @@ class LaneTransport:
         raise NotImplementedYet(f"{method} does not run over the local lane; use shared memory")
 
     def poll(self) -> None:
+        if self._torn:
+            raise self._gone()
+        try:
+            self._take_in()
+        except KVStoreError:
+            raise
+        except BaseException:
+            self._torn = True
+            raise
+
+    def _take_in(self) -> None:
         if self._outbox:
             with contextlib.suppress(CallTimeout):
                 self._send(b"", 0.0, "Release")
         if not self._reading.acquire(blocking=False):
             return
         try:
-            while self._socket.receive(0.0, self._dispatch):
+            while self._socket.wait_readable(0.0) and self._socket.receive(self._dispatch):
                 pass
         except Disconnected as error:
             self._fail_all(error)
@@ -226,6 +216,12 @@ class LaneTransport:
 
     def close(self) -> None:
         self._fail_all(self._socket.fail("the client closed the connection"))
+
+    def _gone(self) -> Disconnected:
+        """The end of a torn connection: no frame after it, and no lock of it, counts."""
+        error = self._socket.fail(INTERRUPTED)
+        self._fail_all(error)
+        return error
 
     def _too_long(self, method: str, size: int) -> InvalidRequest:
         return InvalidRequest(
@@ -239,6 +235,8 @@ class LaneTransport:
         """Until the call has something to take; raises CallTimeout at its deadline."""
         try:
             while not call.ready:
+                if self._torn:
+                    raise self._gone()
                 if self._reading.acquire(False):
                     try:
                         self._lead(call)
@@ -249,29 +247,50 @@ class LaneTransport:
         except CallTimeout:
             if self._abandon(call):
                 raise
+        except KVStoreError:
+            raise
+        except BaseException:
+            before, self._torn = self._torn, True  # until the call is given up, should more come
+            if call.is_idle:
+                self._give_up(call)
+                self._torn = before
+            raise
         finally:
             if self._followers:
                 self._promote()
 
     def _lead(self, call: LaneCall) -> None:
-        receive, dispatch, now = self._socket.receive, self._dispatch, self.clock.now
+        wait_readable, receive, dispatch = (
+            self._socket.wait_readable, self._socket.receive, self._dispatch,
+        )  # fmt: skip
+        now = self.clock.now
         try:
             while not call.ready:
                 left = call.deadline - now()
-                if not receive(left if left > 0 else 0.0, dispatch) and call.deadline <= now():
+                call.is_idle = True
+                readable = wait_readable(left if left > 0 else 0.0)
+                call.is_idle = False
+                if readable:
+                    receive(dispatch)
+                elif call.deadline <= now():
                     raise timed_out(call.method, call.timeout)
         except Disconnected as error:
             self._fail_all(error)
             raise
 
     def _follow(self, call: LaneCall) -> None:
-        event = call.event = threading.Event()
-        self._followers[call.id] = event
+        """Waits until this call has something, or is to lead; now and then looks for itself."""
+        gate = call.gate = Gate()
+        self._followers[call.id] = gate
         try:
             # Registered before the second look: a reader who leaves from now on sees this one.
             if call.ready or not self._reading.locked():
                 return
-            if not event.wait(max(call.deadline - self.clock.now(), 0.0)) and not call.ready:
+            left = call.deadline - self.clock.now()
+            call.is_idle = True
+            passed = gate.wait(min(left, FOLLOW_SECONDS))
+            call.is_idle = False
+            if not passed and not call.ready and left <= FOLLOW_SECONDS:
                 raise timed_out(call.method, call.timeout)
         finally:
             del self._followers[call.id]
@@ -279,8 +298,8 @@ class LaneTransport:
     def _promote(self) -> None:
         """Wakes one that waits, if nobody reads."""
         if self._followers and not self._reading.locked():
-            for event in list(self._followers.values())[:1]:
-                event.set()
+            for gate in list(self._followers.values())[:1]:
+                gate.open()
 
     def _abandon(self, call: LaneCall) -> bool:
         """Gives a call up; False if its answer came just now."""
@@ -289,6 +308,11 @@ class LaneTransport:
                 return False
             call.abandoned = True
         return True
+
+    def _give_up(self, call: LaneCall) -> None:
+        """Nobody takes the answer any more, whether it comes or has come."""
+        if not self._abandon(call) and call.on_late is not None:
+            call.on_late(call.error or call.value)
 
     # ---- What arrives ----
 

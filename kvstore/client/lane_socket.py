@@ -88,13 +88,17 @@ class LaneSocket:
             raise self.fail(f"the daemon stopped reading in the middle of a {method}")
         raise timed_out(method, max(left, 0.0))
 
-    def receive(self, wait_seconds: float, dispatch: Callable[[Frame], None]) -> bool:
-        """Reads once and gives each frame to `dispatch`; False when nothing came in time."""
+    def wait_readable(self, seconds: float) -> bool:
+        """Whether there is something to receive in time; takes nothing, whatever interrupts it."""
+        if self.broken:
+            raise Disconnected(self.broken)
+        return bool(self._readable.poll(math.ceil(seconds * 1000)))
+
+    def receive(self, dispatch: Callable[[Frame], None]) -> bool:
+        """Reads once and gives each frame to `dispatch`; False when nothing was there."""
         if self.broken:
             raise Disconnected(self.broken)
         try:
-            if not self._readable.poll(math.ceil(wait_seconds * 1000)):
-                return False
             size, ancillary, flags, _ = self._socket.recvmsg_into(
                 self._inboxes, ANCILLARY_BYTES, CLOEXEC
             )
@@ -117,10 +121,10 @@ class LaneSocket:
         with self._breaking:
             if not self.broken:
                 self.broken = f"{reason}; the client reconnects by itself"
-                with contextlib.suppress(OSError):  # the other side may have done so
-                    self._socket.shutdown(socket.SHUT_RDWR)
-                self._socket.close()
-                self._frames.close()
+            with contextlib.suppress(OSError):  # the other side may have done so
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._frames.close()
         return Disconnected(self.broken)
 
     def forget(self) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvstore.client.gate import Gate
 from kvstore.client.session import Attachment, Session, client_name
 from kvstore.client.transport import CallTimeout, Transport
 from kvstore.core.clock import Clock
@@ -75,7 +76,7 @@ class Link:
         self._staging_bytes = staging_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._wake = threading.Event()
+        self._wake = Gate()
         self._thread: threading.Thread | None = None
         self._spaces: weakref.WeakSet[Space] = weakref.WeakSet()
         self._session: Session | None = None  # the one that takes calls
@@ -151,11 +152,15 @@ class Link:
             raise
 
     def start_background(self) -> None:
-        """Starts the thread that keeps the session, if it does not run yet."""
-        if not self._background or self._thread is not None:
+        """Starts the thread that keeps the session, if it does not run yet.
+
+        One that an interrupt kept from starting gets a successor, and ends if it runs after all.
+        """
+        if not self._background or (self._thread is not None and self._thread.is_alive()):
             return
         with self._lock:
-            if self._thread is None and self.state is not LinkState.CLOSED:
+            is_there = self._thread is not None and self._thread.is_alive()
+            if not is_there and self.state is not LinkState.CLOSED:
                 self._thread = threading.Thread(
                     target=_keep, args=(weakref.ref(self), self._wake), name="kvstore-client",
                     daemon=True,
@@ -170,7 +175,7 @@ class Link:
             self.state = LinkState.CLOSED
             self._session = self._kept = None
             self._reason = "the client is closed; make a new one with KVClient.connect()"
-        self._wake.set()
+        self._wake.open()
         if kept is not None:
             kept.flush()
             kept.end("the client was closed")
@@ -196,7 +201,7 @@ class Link:
                 self._kept = None
         if self.state is LinkState.DOWN:
             session.end(str(error))
-        self._wake.set()
+        self._wake.open()
         self.start_background()
 
     def _leave_up(self, state: LinkState, reason: str) -> None:
@@ -209,6 +214,10 @@ class Link:
         self._retry_at = self.clock.now() + self._retry_seconds
 
     # ---- The way back, on the background thread ----
+
+    def is_kept_by(self, thread: threading.Thread) -> bool:
+        """Whether the client is open, and this is its background thread."""
+        return self.state is not LinkState.CLOSED and self._thread is thread
 
     def step(self) -> float:
         """Does what is due; answers with the seconds until the next step."""
@@ -292,14 +301,13 @@ class Link:
         session.end(self._reason)
 
 
-def _keep(link_reference: weakref.ref[Link], wake: threading.Event) -> None:
-    """Body of the background thread; ends when the client is closed or forgotten."""
+def _keep(link_reference: weakref.ref[Link], wake: Gate) -> None:
+    """Body of the background thread; ends when the client is closed, forgotten or has another."""
     delay = 0.0
     while True:
         wake.wait(delay)
-        wake.clear()
         link = link_reference()
-        if link is None or link.state is LinkState.CLOSED:
+        if link is None or not link.is_kept_by(threading.current_thread()):
             return
         delay = link.step()
         del link

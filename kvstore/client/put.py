@@ -113,6 +113,17 @@ class Put:
             )
 
     def run(self) -> PutResult:
+        try:
+            return self._run()
+        except Exception:
+            raise
+        except BaseException:
+            # Ranges of staging may be nobody's now, or a Commit's that nobody knows of.
+            self._session.is_torn = True
+            self._session.tear()
+            raise
+
+    def _run(self) -> PutResult:
         position, stop = self._first, self._first + len(self._outcomes)
         window = self._session.info.limits.reserve_blocks or WINDOW_BLOCKS
         while position < stop and not self._refused:
@@ -210,7 +221,7 @@ class Put:
                 self._timeout,
                 lambda answer: staging.give_back(taken),
             )
-        except BaseException as error:
+        except Exception as error:  # after others it may have been sent, or not
             if not isinstance(error, Disconnected):  # it was not sent
                 staging.give_back(taken)
             raise

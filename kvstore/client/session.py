@@ -15,7 +15,14 @@ from google.protobuf.message import Message
 from kvstore.client.leases import Lease, LeaseTable
 from kvstore.client.pools import MappedPool
 from kvstore.client.staging import Staging
-from kvstore.client.transport import CallTimeout, Disconnected, Pending, Transport, ignore_notice
+from kvstore.client.transport import (
+    INTERRUPTED,
+    CallTimeout,
+    Disconnected,
+    Pending,
+    Transport,
+    ignore_notice,
+)
 from kvstore.client.wire import MESSAGE_MARGIN_BYTES, spec_message
 from kvstore.core.block import SLOT_SHIFT
 from kvstore.core.clock import Clock
@@ -75,6 +82,8 @@ class Session:
         self.transport = transport
         self.clock = clock
         self.ended = ""
+        self.is_torn = False
+        """Whether an exception from outside left its books half written: it is to end soon."""
         self.leases = LeaseTable()
         self.pools: dict[int, MappedPool] = {}
         self.attachments: WeakKeyDictionary[Space, Attachment] = WeakKeyDictionary()
@@ -179,6 +188,10 @@ class Session:
             return StoreUnavailable(str(error))
         return error
 
+    def tear(self) -> None:
+        """Ends the session at once, as `is_torn` does soon."""
+        self.judge(Disconnected(f"{INTERRUPTED}; the client reconnects by itself"))
+
     def judge_slow(self, error: KVStoreError) -> KVStoreError:
         """As `judge` for calls that may take long: a time limit of theirs says nothing."""
         return error if isinstance(error, CallTimeout) else self.judge(error)
@@ -254,6 +267,8 @@ class Session:
 
     def poll(self) -> None:
         try:
+            if self.is_torn:
+                raise Disconnected(f"{INTERRUPTED}; the client reconnects by itself")
             self.transport.poll()
         except Disconnected as error:
             raise self.judge(error) from error

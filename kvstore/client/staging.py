@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.client.gate import Gate
 from kvstore.core.block import SLOT_ALIGN
 from kvstore.core.clock import Clock
 
@@ -28,13 +29,15 @@ class Staging:
     """The segment's free ranges, kept sorted; the lowest that fits is taken.
 
     Taking the lowest keeps a lone writer within a few batches, whose pages are mapped already.
+    Lists are replaced whole, so that an interrupt finds them as they were or as they are to be.
     """
 
     def __init__(self, segment: memoryview) -> None:
         self.data = np.frombuffer(segment, np.uint8)
         self.size = len(self.data) // SLOT_ALIGN * SLOT_ALIGN
         self._free = [StagingRange(0, self.size)] if self.size else []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: list[Gate] = []
 
     @property
     def free_bytes(self) -> int:
@@ -45,34 +48,41 @@ class Staging:
         """A range of `size` bytes, a multiple of 4 KiB; None when no gap is that long."""
         assert size > 0, "an empty range was asked for"
         assert size % SLOT_ALIGN == 0, f"{size} bytes are not whole slots"
-        with self._changed:
+        with self._lock:
             for i, free in enumerate(self._free):
-                if free.size > size:
-                    self._free[i] = StagingRange(free.offset + size, free.size - size)
-                    return StagingRange(free.offset, size)
-                if free.size == size:
-                    return self._free.pop(i)
+                if free.size >= size:
+                    taken = StagingRange(free.offset, size)
+                    left = StagingRange(free.offset + size, free.size - size)
+                    kept = [left] if left.size else []
+                    self._free = [*self._free[:i], *kept, *self._free[i + 1 :]]
+                    return taken
         return None
 
     def wait(self, size: int, deadline: float, clock: Clock) -> StagingRange | None:
         """As `take`, but waits for others to give ranges back; None at the deadline."""
-        while (found := self.take(size)) is None:
-            left = deadline - clock.now()
-            with self._changed:
-                if left <= 0 or not self._changed.wait(left):
+        gate = Gate()
+        with self._lock:
+            self._waiting.append(gate)
+        try:
+            while (found := self.take(size)) is None:
+                if not gate.wait(deadline - clock.now()):
                     return self.take(size)
+        finally:
+            with self._lock:
+                self._waiting.remove(gate)
         return found
 
     def give_back(self, taken: StagingRange) -> None:
         """The range is free again: nothing reads it any more."""
-        with self._changed:
+        with self._lock:
             offset, size = taken
-            i = bisect_left(self._free, taken)
-            if i < len(self._free) and offset + size == self._free[i].offset:
-                size += self._free.pop(i).size
+            i = j = bisect_left(self._free, taken)
+            if j < len(self._free) and offset + size == self._free[j].offset:
+                size += self._free[j].size
+                j += 1
             if i and sum(self._free[i - 1]) == offset:
-                before = self._free.pop(i - 1)
-                offset, size = before.offset, size + before.size
                 i -= 1
-            self._free.insert(i, StagingRange(offset, size))
-            self._changed.notify_all()
+                offset, size = self._free[i].offset, self._free[i].size + size
+            self._free = [*self._free[:i], StagingRange(offset, size), *self._free[j:]]
+            for gate in self._waiting:
+                gate.open()

@@ -19,6 +19,9 @@ NoticeHandler = Callable[[pb.Notice], None]
 LateHandler = Callable[[Any], None]
 
 
+INTERRUPTED = "a call was interrupted in the middle of a message"
+
+
 def ignore_notice(notice: pb.Notice) -> None:
     """What `on_notice` is before and after a session."""
 

@@ -287,7 +287,7 @@ class Serve:
         self.process = subprocess.Popen(
             [KVSTORE, "serve", "--config", str(self.config)], stdout=self.log, stderr=self.log
         )
-        for _ in range(200):
+        for _ in range(1200):
             assert self.process.poll() is None, Path(self.log.name).read_text()
             with contextlib.suppress(StoreUnavailable), self.connect():
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+from interrupts import Alarm
 
 from kvstore.client import (
     InvalidRequest,
@@ -143,6 +145,36 @@ def test_a_far_daemon_that_dies_comes_back(far, certificates, eventually):
                 return False
 
         eventually(is_back)
+
+
+@pytest.mark.timeout(90)
+def test_an_interrupt_over_the_network(far, certificates):
+    """I15: after signals in the middle of calls over TCP the client is back long before its session
+    would have ended by itself; what is put and found then is right."""
+    rng, alarm = random.Random(1), Alarm()
+    with connect(far, certificates) as client:
+        space = client.attach(SPEC)
+
+        def work():
+            space.put(TOKENS, BLOCKS)
+            with space.lookup(TOKENS) as match:
+                assert [bytes(view) for view in space.restore(match)] == BLOCKS
+
+        try:
+            for number in range(12):
+                with contextlib.suppress(StoreUnavailable, LeaseLost):
+                    alarm.interrupt(work, rng.uniform(0.0005, 0.05), rng.choice([1, 2]), 0.001)
+                end = time.monotonic() + 10.0
+                while time.monotonic() < end:
+                    with contextlib.suppress(StoreUnavailable, LeaseLost):
+                        work()
+                        break
+                    time.sleep(0.02)
+                else:
+                    raise AssertionError(f"not back after interrupt {number}")
+        finally:
+            alarm.close()
+    assert alarm.raised >= 6
 
 
 def test_a_frozen_far_daemon_costs_one_time_limit(far, certificates, eventually):
