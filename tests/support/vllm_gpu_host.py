@@ -1,7 +1,8 @@
 """A vLLM for processors whose connector takes its memory for a GPU's: `python vllm_gpu_host.py`.
 
 The driver is the one without a GPU, whose device memory is this machine's, and it copies only when
-it is waited for. Answers as `kvstore.engines.vllm.host` does.
+it is waited for. Answers as `kvstore.engines.vllm.host` does; the file VLLM_GPU_HOST_SIDES has a
+line for each worker that it has such a side in.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class ForcedSide(GpuWorkerSide):
     def register(self, kv_caches: dict[str, Any]) -> None:
         rank = rank_of(self._config, self._settings, self._caches, kv_caches, on_gpu=True)
         self.use_on(rank, HostGround)
+        assert self._mover is not None, "the driver without a GPU is there"
+        with open(os.environ["VLLM_GPU_HOST_SIDES"], "a", encoding="utf-8") as sides:
+            sides.write(f"{rank.shard} {rank.spec.layout}\n")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,11 @@ def test_the_way_to_a_gpu_gives_the_tokens_of_vllm_alone(family: str, tmp_path: 
     asks = [ask(prompt(60 + n, 1100), max_tokens=12) for n in range(3)]
     reference = Engine(model, None, **BATCH)
     with DaemonProcess("64MiB", LIMITS) as daemon:
-        engine = attached(model, daemon, host=(str(HOST),), settings={"gpu": "untested"})
+        sides = tmp_path / "sides"
+        engine = attached(
+            model, daemon, host=(str(HOST),), settings={"gpu": "untested"},
+            environ={"VLLM_GPU_HOST_SIDES": str(sides)},
+        )  # fmt: skip
         right = tokens(reference.run(*asks))
         reference.close()
         assert tokens(engine.run(*asks)) == right
@@ -89,6 +93,7 @@ def test_the_way_to_a_gpu_gives_the_tokens_of_vllm_alone(family: str, tmp_path: 
         assert tokens(engine.run(*asks)) == right
         assert engine.call("state")["requests"] == 0
         engine.close()
+    assert len(sides.read_text().splitlines()) == 1
 
 
 def test_layers_with_sliding_windows_are_restored(tmp_path: Path) -> None:
