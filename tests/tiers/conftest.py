@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from fake_cuda import fake_driver
+from growing import World
 from sealed_world import OLD, filled
 
 from kvstore.core.clock import ManualClock
@@ -35,6 +37,20 @@ def shm_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def world(shm_directory: Path) -> Iterator[Callable[..., World]]:
+    """Makes a pool of a size and a largest size, in MiB; all are closed afterwards."""
+    made: list[World] = []
+
+    def make(size: int, size_max: int, **options: Any) -> World:
+        made.append(World(shm_directory, size, size_max, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.tier.close()
 
 
 @pytest.fixture(scope="session")

@@ -84,9 +84,8 @@ def write_superblock(raw: memoryview, superblock: Superblock, pool_id: bytes) ->
 
 
 def read_superblock(raw: bytes | memoryview) -> tuple[Superblock, bytes] | None:
-    """The sound one of the two, the larger pool's if both are; None if neither is."""
-    sound = [parse_superblock(raw[at : _COPY_AT + at]) for at in (0, _COPY_AT)]
-    return max(filter(None, sound), key=lambda found: found[0].size_bytes, default=None)
+    """The first one, or the copy where that is damaged; None if both are."""
+    return parse_superblock(raw[:_COPY_AT]) or parse_superblock(raw[_COPY_AT : 2 * _COPY_AT])
 
 
 def read_generation_reservation(raw: memoryview) -> int:
