@@ -114,7 +114,7 @@ def _decode_tiles(target: str, shape: Shape) -> tuple[int, int, int]:
     if shape.value_bytes == 4:
         # Without tensor cores a thread holds whole rows in registers, so tiles are small, and rows
         # of an odd length spill on sm_90 with fewer warps.
-        is_many = shape.head_dim == 80 if shape.kv_format == "raw" else wide
+        is_many = shape.width != shape.head_dim if shape.kv_format == "raw" else wide
         return (32 if shape.parts == 2 and shape.width <= 32 else 16), (8 if is_many else 4), 3
     if shape.kv_format == "raw":
         return (32 if wide else 64), 4, 3
