@@ -185,9 +185,11 @@ def test_pools_are_brought_in_before_they_are_needed(manual, daemon):
     """Pages of a pool are mapped in the background, so that a first restore takes no longer."""
     client, _, space = manual
     pool = space._link.attachment(space).pools[0]
-    assert space._link.session()._untouched
+    session = space._link.session()
+    assert not session._cells_touched
     client.keep()
-    assert not space._link.session()._untouched
+    assert session._cells_touched
+    assert not session._untouched
     assert pool.touch(0, 10 * SIZE) == 10 * SIZE
     assert pool.touch(10 * SIZE, 1 << 40) == len(pool.data)
 
