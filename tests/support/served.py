@@ -14,8 +14,15 @@ import msgspec
 
 from kvstore.core.clock import SystemClock
 from kvstore.core.completion import Completion
-from kvstore.core.config import AccessRule, Config, LimitsSection, TenantSection, TiersSection
-from kvstore.core.sizes import Size
+from kvstore.core.config import (
+    AccessRule,
+    Config,
+    HostSection,
+    LimitsSection,
+    TenantSection,
+    TiersSection,
+)
+from kvstore.core.sizes import AutoSize, Size
 from kvstore.events import EventLog
 from kvstore.mover import LINKS, ThreadMover
 from kvstore.server.access import Access
@@ -50,10 +57,12 @@ def config_for_tests(**changes: Any) -> Config:
     config = Config(
         access=access,
         tenants=(TenantSection(name="b"),),
-        tiers=TiersSection(),
         limits=msgspec.structs.replace(limits, **changes.pop("limits", {})),
     )
-    return msgspec.structs.replace(config, **changes)
+    config = msgspec.structs.replace(config, **changes)
+    own = sum(int(t.host_size or 0) for t in config.tenants if t.isolated)
+    host = HostSection(size=AutoSize(32 * MIB + own))
+    return msgspec.structs.replace(config, tiers=TiersSection(host=host))
 
 
 class ServedStore:
@@ -129,8 +138,7 @@ class ServedStore:
     def _build_store(self) -> KVStore:
         post = self._loop.call_soon_threadsafe
         self._mover = ThreadMover(post, dict.fromkeys(LINKS, 1), 64 * MIB)
-        own = [(t.name, int(t.host_size or 0)) for t in self.config.tenants if t.isolated]
-        pools = [PoolConfig(name, size) for name, size in [("", 32 * MIB), *own]]
+        pools = [PoolConfig(name, size) for name, size in self.config.host_pools.items()]
         self._tier = HostTier(pools, kind="sealed")
         clock = SystemClock()
         return assemble(
