@@ -32,10 +32,8 @@ FACTOR_CODES = 16
 CURVE_PRIOR, FACTOR_PRIOR, START = 50.0, 20.0, 0.05
 CHANCE_MAX = 0.95
 DECAY = 0.9995  # of all counts, a request
-# What is asked for once must be known as such before it has gone through the cache once. A rebuild
-# takes 0.7 ms for each kind of hint: so far apart that it costs half a percent of a core at most.
-REBUILD_REQUESTS = 10
-REBUILD_SECONDS, REBUILD_SECONDS_MAX = 0.25, 1.0
+REBUILD_REQUESTS = 50
+REBUILD_SECONDS = 1.0  # apart at least: it takes some milliseconds
 # Edges of the bins, and beyond the last: there it goes on as it was, by the logarithm of the age.
 EDGES = (*AGES, *(AGE_END * 2.0**n for n in range(5)))
 

@@ -16,7 +16,6 @@ from kvstore.policies.reuse_curves import (
     OUTPUT_CLASSES,
     REBUILD_REQUESTS,
     REBUILD_SECONDS,
-    REBUILD_SECONDS_MAX,
     SHAPES,
     TURN_CLASSES,
     Curves,
@@ -101,7 +100,8 @@ class ReuseModel:
         use.rows = (base * GRID + step, (base + 1) * GRID + step)
         use.weight = self.hints.weight(request.tenant, request.priority)
         self._file(digests, known)
-        if not self._requests or self._is_due():
+        due = self._requests >= self._rebuild_at and self.now >= self._rebuilt + REBUILD_SECONDS
+        if due or not self._requests:
             self._rebuild()
         self._requests += 1
 
@@ -197,11 +197,6 @@ class ReuseModel:
             children = self._children[above] = self._children.get(above, 0) + 1
             if children > HUB_CHILDREN:
                 self._hubs.add(above)
-
-    def _is_due(self) -> bool:
-        """Whether there is enough to learn from, and the last time is long enough ago."""
-        apart = min(REBUILD_SECONDS * self.curves.hints, REBUILD_SECONDS_MAX)
-        return self._requests >= self._rebuild_at and self.now >= self._rebuilt + apart
 
     def _rebuild(self) -> None:
         self.units.age(self.now)

@@ -240,7 +240,7 @@ def test_the_queue_of_victims_does_not_starve(monkeypatch: pytest.MonkeyPatch) -
     """After the workload changes, what was worth much before goes, though fresh blocks of little
     worth would keep the queue full; without looking at all leaves now and then, it stays for good.
     """
-    second = list(generate(scaled(load_preset("synthetic"), seconds=400), 3))
+    second = list(generate(scaled(load_preset("synthetic"), seconds=400), 1))
     both = Workload(shifted(load_trace(BUNDLED), second))
     alone = Workload([msgspec.structs.replace(request, tenant="") for request in second])
     capacity = alone.capacity(0.01)
