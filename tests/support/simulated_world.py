@@ -176,8 +176,12 @@ class SimulatedWorld:
 
     def check(self) -> None:
         if self.lies():
-            # A check that runs may have found lies of the memory: those leases are lost.
-            self.held = [held for held in self.held if held.engine.is_intact(held.found)]
+            # A check or a copy may have found lies of the memory: those leases are lost.
+            lost = {n for _, kind, told in self.desk.notices if kind == "lost_leases" for n in told}
+            self.held = [
+                held for held in self.held
+                if held.engine.is_intact(held.found) and held.found.lease_id not in lost
+            ]  # fmt: skip
         for held in self.held[-4:]:
             for slots in (held.found.slots, *held.restored):
                 self.check_bytes(held.engine, slots, held.tokens, held.epoch)
