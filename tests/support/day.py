@@ -78,9 +78,6 @@ class Day(Simulation):
         self.began = self.desk.clock.now()
         self.sizes = {"host": sum(self.pools.values()), "disk": self.disk.usage().capacity_bytes}
         names, weights = list(self.weights), list(self.weights.values())
-        time_share = self.weights["time"] / sum(weights)
-        calls_a_step = sum(w for n, w in self.weights.items() if n not in NO_CALLS) / sum(weights)
-        self.time_steps_a_call = time_share / calls_a_step
         crashes = [int(part * self.wanted) for part in CRASHES]
         while self.calls < self.wanted and not self.is_stopped:
             self.step += 1
@@ -166,10 +163,9 @@ class Day(Simulation):
         super().begin_put()
 
     def time(self) -> None:
-        """What is left of the day, spread over the steps that are left."""
-        left = self.began + self.seconds - self.desk.clock.now()
-        steps = max((self.wanted - self.calls) * self.time_steps_a_call, 1.0)
-        self.pass_time(min(max(left, 0.0) / steps * 2 * self.random.random(), 60.0))
+        """Goes on to where the day should be by now; what slow tiers and long waits took counts."""
+        due = self.began + self.seconds * self.calls / self.wanted - self.desk.clock.now()
+        self.pass_time(min(max(due, 0.0) * 2 * self.random.random(), 60.0))
 
     def copy(self) -> None:
         for _ in range(6):
