@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from daemons import SPEC, DaemonProcess, Tagged
+from daemons import SPEC, DaemonProcess, Tagged, wait_until
 
 MIB = 1 << 20
 CONFIG = """
@@ -73,13 +73,6 @@ class Sized(DaemonProcess):
                 assert self.tagged.wrong(self.tokens(prompt), target) == 0
                 whole += match.block_count == BLOCKS
         return whole
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -170,3 +170,8 @@ def eventually(condition: Any, seconds: float = 10.0, pause: float = 0.01) -> bo
             return True
         time.sleep(pause)
     return bool(condition())
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    """Returns as soon as `condition()` is true; AssertionError if it does not get so in time."""
+    assert eventually(condition, seconds), "it takes too long"

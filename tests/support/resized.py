@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-from daemons import DaemonProcess, Tagged
+from daemons import DaemonProcess, Tagged, wait_until
 
 from kvstore.client import KVClient, KVSpec, KVStoreError, NotFound
 
@@ -60,13 +59,6 @@ class Resized(DaemonProcess):
     @property
     def tier(self) -> Any:
         return self.status().tiers["disk"]
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.01)
 
 
 class Load:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from daemons import DaemonProcess
+from daemons import DaemonProcess, wait_until
 from gpu_client import PIECES, World, stored
 
 from kvstore.client.gpu import Device, EngineSide
@@ -31,13 +30,6 @@ tiers.host.mlock = false
 limits.max_lease_ttl_seconds = 2.0
 limits.lease_ttl_seconds = 1.0
 """
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture
